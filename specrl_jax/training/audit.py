@@ -28,7 +28,8 @@ from specrl_jax.model.source import fit_mesh, run_config
 from specrl_jax.model.transformer import Params
 from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.structs import Array, Json, PyTree
-from specrl_jax.training.state import TrainState, restore
+from specrl_jax.training.saving import restore
+from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 from specrl_jax.verify import sampling
 
@@ -64,7 +65,7 @@ class Replay:
 
 
 class OneCheckpoint(NamedTuple):
-    """One checkpoint of a run for `state.restore`, read only."""
+    """One checkpoint of a run for `saving.restore`, read only."""
 
     directory: Path
     step: int

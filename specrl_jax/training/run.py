@@ -29,7 +29,8 @@ from specrl_jax.runtime.paths import CHECKPOINTS, local_path, output_directory
 from specrl_jax.runtime.workdir import make_workdir, write_config
 from specrl_jax.structs import Metrics
 from specrl_jax.training.in_run import InRun, write_best
-from specrl_jax.training.state import TrainState, restore, to_save
+from specrl_jax.training.saving import restore, to_save
+from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 
 EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU

@@ -38,7 +38,7 @@ from helpers import (
 from jax.sharding import PartitionSpec
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, DraftConfig, MeshConfig
+from specrl_jax.config import Config, ConfigError, MeshConfig
 from specrl_jax.control.protocol import Plan, make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.draft_model import draft_model

@@ -1,0 +1,103 @@
+"""What a checkpoint holds of a run's state, and how a run goes on from it."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax.checkpoint.checkpoints import BEST, CheckpointReader
+from specrl_jax.control.acceptance import Acceptance
+from specrl_jax.data.prompt_order import PromptHistory
+from specrl_jax.draft.response_cache import ResponseCache
+from specrl_jax.model import layers
+from specrl_jax.rl.learner import LearnerState
+from specrl_jax.runtime.compilation import abstract
+from specrl_jax.runtime.stderr import warn as loud
+from specrl_jax.structs import Json, PyTree
+from specrl_jax.training.state import TrainState
+from specrl_jax.training.trainer import Trainer
+
+NODES = {"acceptance": Acceptance, "responses": ResponseCache, "prompts": PromptHistory}
+
+
+class Saved(NamedTuple):
+    """A TrainState as a checkpoint holds it: without what is a function of the rest.
+
+    Published weights are made again from the learners', and costs are measured on each device.
+    """
+
+    arrays: dict[str, PyTree]
+    meta: Json  # JSON values
+
+
+class Resumed(NamedTuple):
+    """A state that goes on from a checkpoint, and the names of the arrays that it took from it."""
+
+    state: TrainState
+    arrays: Collection[str]
+
+
+def to_save(trainer: Trainer, state: TrainState) -> Saved:
+    """Returns what a checkpoint holds of a state."""
+    speculation, drafter = state.speculation, trainer.drafter
+    nodes = {"acceptance": speculation.acceptance, "responses": speculation.responses,
+             "prompts": state.prompts}
+    return Saved(
+        {"actor": state.learner.params, "optimizer": state.learner.optimizer,
+         "control": jax.tree.map(np.asarray, speculation.control)}
+        | {name: _fields(node) for name, node in nodes.items()} | drafter.arrays(state.drafter),
+        {"step": state.step, "bad_steps": state.bad_steps, "drafter": drafter.meta(state.drafter)}
+        | trainer.policy.frozen.identities | ({} if state.best is None else {BEST: state.best}))
+
+
+def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
+            renewed: Collection[str] | None = None, warn: Callable[[str], None] = loud
+            ) -> Resumed | None:
+    """Returns a state that goes on from the newest intact checkpoint; None if there is none.
+
+    Args:
+      state: an initial one. What the checkpoint lacks starts as it is there.
+      renewed: None asks for a checkpoint of this very config. Else what is named here ("control",
+        "acceptance", "drafter"), and what has other shapes, starts anew.
+      warn: called with a line about parts with other shapes.
+
+    Raises:
+      CheckpointError: the checkpoint is of another configuration or version.
+      ConfigError: model.path or rl.teacher holds another model than when the run was started.
+    """
+    whole, drafter = to_save(trainer, state).arrays, trainer.drafter.arrays(state.drafter).keys()
+    anew = {*(renewed or ()), *(drafter if "drafter" in (renewed or ()) else ())}
+    wanted = abstract({name: a for name, a in whole.items() if name not in anew})
+    latest = checkpoints.restore_latest(wanted, None if renewed is None else ("actor", "optimizer"))
+    if latest is None:
+        return None
+    _, arrays, meta = latest
+    if reshaped := sorted(wanted.keys() - arrays.keys()):
+        warn("parts of the checkpoint have other shapes and start anew: " + ", ".join(reshaped))
+    _check_identities(trainer, meta)
+    learner = LearnerState(arrays["actor"], arrays["optimizer"])
+    policy = trainer.publish(learner, state.policy, meta["step"])
+    nodes = {name: kind(**{field: np.asarray(a) for field, a in arrays[name].items()})
+             for name, kind in NODES.items() if name in arrays}
+    speculation = state.speculation.replace(
+        **{name: node for name, node in nodes.items() if name != "prompts"},
+        **({"control": arrays["control"]} if "control" in arrays else {}))
+    restored = trainer.drafter.restore(state.drafter, policy, arrays, meta["drafter"]) if (
+        drafter <= arrays.keys()) else trainer.drafter.bind(state.drafter, policy)
+    return Resumed(state.replace(
+        step=meta["step"], bad_steps=meta["bad_steps"], learner=learner, policy=policy,
+        drafter=restored, speculation=speculation, prompts=nodes.get("prompts", state.prompts),
+        best=meta.get(BEST)), arrays.keys())
+
+
+def _check_identities(trainer: Trainer, meta: Json) -> None:
+    config, mine = trainer.config, trainer.policy.frozen.identities
+    for name, (field, path) in {"base": ("model.path", config.model.path),
+                                "teacher": ("rl.teacher", config.rl.teacher)}.items():
+        layers.check_identity(field, path, meta.get(name), mine.get(name))
+
+
+def _fields(node: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of a node by field."""
+    return {name: np.asarray(value) for name, value in vars(node).items()}
