@@ -40,6 +40,7 @@ from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 
 
@@ -265,20 +266,24 @@ def micro_config(**changes: Any) -> Config:
     return with_fields(Config(**(sections | changes)), **fields)
 
 
-def micro_trainer(config: Config, **arch: Any) -> Trainer:
-    """A compiled trainer of a one-layer `random:tiny`, changed by `arch`, on made-up prompts."""
-    trainer = micro_trainer_to_compile(config, **arch)
-    trainer.compile(lambda text: None)
-    return trainer
+def micro_trainer(config: Config, **options: Any) -> tuple[Trainer, TrainState]:
+    """A compiled trainer of a one-layer `random:tiny` on made-up prompts, and its first state.
+
+    `options` are those of `micro_trainer_to_compile`.
+    """
+    trainer, state = micro_trainer_to_compile(config, **options)
+    return trainer, trainer.compile(state)[0]
 
 
-def micro_trainer_to_compile(config: Config, **changes: Any) -> Trainer:
+def micro_trainer_to_compile(config: Config, *, warn: Callable[[str], None] = print, **changes: Any
+                             ) -> tuple[Trainer, TrainState]:
+    """As `micro_trainer`, not compiled; `changes` are those of the architecture."""
     arch = dataclasses.replace(TINY, **({"num_layers": 1} | changes))
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "micro")
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
-    return Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
+    return Trainer.create(config, source, Prompts(examples, [""] * 16, tokens), warn=warn)
 
 
 def moments(optimizer: Any) -> Any:
