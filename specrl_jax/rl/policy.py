@@ -100,7 +100,7 @@ class Policy:
         """
         began, parts = time.perf_counter(), self._minibatches(experience)
         if not self.config.rl.updates:
-            return state, self._gap(state.params, parts[0][0])
+            return state, _named(self._gap(state.params, parts[0][0]))
         old, initial, taught = zip(*(self._fixed_logprobs(state, part) for part in parts),
                                    strict=True)
         steps = []
@@ -112,7 +112,7 @@ class Policy:
                     state, *part, acted, reference, self.frozen.base, teacher_logprobs)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
-        return state, learner.over_steps(steps, len(parts)) | programs.speed(
+        return state, _named(learner.over_steps(steps, len(parts))) | programs.speed(
             self.arch, self.mesh, tokens, time.perf_counter() - began)
 
     def sequence_kl(self, state: LearnerState, rollout: Rollout) -> np.ndarray:
@@ -159,3 +159,9 @@ class Policy:
     def _gap(self, params: Params, batch: Batch) -> Metrics:
         gap = jax.device_get(self._programs["gap"](params, batch, self.frozen.base))
         return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
+
+
+def _named(metrics: Metrics) -> Metrics:
+    """Returns metrics by the names that metrics.jsonl uses: the gap is the rollout's."""
+    return {f"rollout/{name}" if name in learner.GAPS else name: value
+            for name, value in metrics.items()}

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import micro_config, micro_trainer
+from helpers import micro_config, stepping
 
 from specrl_jax.config import Config, ControlConfig, ModelSource, RewardConfig, override
 from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.config.tasks import RewardError
-from specrl_jax.rl import experience, losses, overlong
+from specrl_jax.rl import experience, losses
 from specrl_jax.rl.advantage import ADVANTAGES
 from specrl_jax.rl.corrections import CORRECTIONS
+from specrl_jax.training.saving import restore
 
 LENGTHS = np.array([[5, 2], [3, 6]])
 REWARDS = np.array([[1.0, 0.0], [0.2, 0.3]], np.float32)
@@ -78,10 +79,10 @@ def config_of(name: str, **more: Any) -> Config:
 
 def steps(config: Config, count: int = 2) -> tuple[list[Any], list[Any], Any]:
     """Metrics and tokens of some steps, and the last weights."""
-    trainer = micro_trainer(config, head_dim=16)  # as model.numerics=invariant needs
+    trainer = stepping(config, head_dim=16)  # as model.numerics=invariant needs
     found = [trainer.step() for _ in range(count)]
     tokens = [[s["tokens"] for s in samples] for _, samples in found]
-    return [m for m, _ in found], tokens, trainer.state.params
+    return [m for m, _ in found], tokens, trainer.params
 
 
 VARIANTS = [
@@ -113,7 +114,7 @@ def test_drafts_change_no_token_and_no_weight(name: str, more: dict[str, Any]) -
 def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
     config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
                                   "rl.curriculum": "pass_rate", "model.numerics": "default"})
-    first, second = micro_trainer(config), micro_trainer(config)
+    first, second = stepping(config), stepping(config)
     metrics, samples = first.step()
     rewards = np.reshape([s["reward"] for s in samples], (8, 2))
     assert metrics["rollout/batches"] > 1 > metrics["reward/nonzero_advantage_fraction"] > 0
@@ -122,7 +123,7 @@ def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
                                   * metrics["reward/nonzero_advantage_fraction"]))
     keys = [(s["prompt_id"], s["occurrence"], s["sample_id"]) for s in samples]
     assert keys == sorted(set(keys))
-    second.restore(Held(first))
+    second.state = restore(second.trainer, second.state, Held(first)).state
     for one, other in zip(first.step(), second.step(), strict=True):
         mine, theirs = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in part]
                         for part in ([one], [other])) if isinstance(one, dict) else (one, other)
@@ -134,7 +135,7 @@ def test_failures_of_answers_that_nothing_learns_from_are_told() -> None:
     config = config_of("remax", **{
         "rl.filter": "dynamic", "reward.terms": ("rewards:even_or_fails",),
         "reward.on_failure": "0", "model.numerics": "default"})
-    metrics, samples = micro_trainer(config).step()
+    metrics, samples = stepping(config).step()
     failed = [s for s in samples if "failures" in s]
     assert len(failed) == metrics["reward/failures"] > 0
     unlearned = [s for s in samples if not s.get("learned", True)]
@@ -144,27 +145,29 @@ def test_failures_of_answers_that_nothing_learns_from_are_told() -> None:
 
 
 @pytest.mark.ci
-def test_failure_in_a_further_rollout_leaves_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_reward_leaves_the_callers_state_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
                                   "rl.curriculum": "pass_rate", "model.numerics": "default"})
-    trainer = micro_trainer(config)
-    before, judge, calls = Held(trainer), trainer.reward, []
+    trainer = stepping(config)
+    before, reward, calls = Held(trainer), trainer.reward, []
 
-    def fails_second(answers: Any) -> Any:
-        calls.append(len(answers))
+    def fails_second(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 2:
             raise RewardError("down")
-        return judge(answers)
+        return reward(*args)
 
-    monkeypatch.setattr(trainer, "reward", fails_second)
+    monkeypatch.setattr(trainer.trainer, "reward", fails_second)
     with pytest.raises(RewardError, match="down"):
         trainer.step()
-    monkeypatch.setattr(trainer, "reward", judge)
+    monkeypatch.setattr(trainer.trainer, "reward", reward)
     after = Held(trainer)
     assert len(calls) == 2 and after.held[0] == before.held[0] and after.held[2] == before.held[2]
     jax.tree.map(np.testing.assert_array_equal, after.held[1], before.held[1])
-    metrics, _ = trainer.step()
-    assert metrics["rollout/batches"] > 1 and trainer.step_number == 1
+    metrics, samples = trainer.step()
+    assert metrics["rollout/batches"] > 1 and trainer.state.step == 1
+    _, unfailed = stepping(config).step()
+    assert samples == unfailed
 
 
 @pytest.mark.ci
@@ -172,15 +175,19 @@ def test_greedy_baseline_has_the_penalties_of_samples(monkeypatch: pytest.Monkey
     config = config_of("remax", **{
         "rl.overlong": "soft", "rl.kl": 0.5, "rl.kl_in": "reward",
         "rl.kl_estimator": "k1", "model.numerics": "default"})
-    trainer, seen = micro_trainer(config), []
-    trainer.reference = jax.tree.map(lambda a: 1.2 * a, trainer.state.params)
-    monkeypatch.setattr(trainer, "learn", lambda rollout, advantage: seen.append(advantage) or {})
+    trainer, seen = stepping(config), []
+    policy = trainer.policy
+    policy.frozen = policy.frozen._replace(reference=jax.tree.map(lambda a: 1.2 * a,
+                                                                  trainer.params))
+    monkeypatch.setattr(policy, "update", lambda state, experience: (
+        state, seen.append(experience.advantage) or {"applied": 1}))
     rollout, _ = trainer.rollout()  # what the step generates, too
-    _, rewards, _ = trainer.score(rollout)
-    values = (rewards + overlong.penalty(config, rollout)).reshape(8, 3)
+    rewards = trainer.score(rollout).rewards
+    values = (rewards + experience.overlong_penalty(config, rollout)).reshape(8, 3)
     for sample in range(3):  # in pairs, which have the shape of a step's rollout
         pairs = np.arange(24).reshape(8, 3)[:, [sample, (sample + 1) % 3]].reshape(-1)
-        values[:, sample] -= 0.5 * trainer._sequence_kl(experience.take(rollout, pairs))[::2]
+        values[:, sample] -= 0.5 * policy.sequence_kl(
+            trainer.state.learner, experience.take(rollout, pairs))[::2]
     metrics, samples = trainer.step()
     np.testing.assert_allclose(seen[0].reshape(8, 2), values[:, :2] - values[:, 2:], atol=1e-5)
     assert metrics["rollout/tokens"] == rollout.length.sum() > sum(
@@ -193,10 +200,11 @@ TIMES = ("time/", "memory/", "learn/", "rollout/tokens_per_second", "control/")
 
 
 class Held:
-    """A trainer's state as a checkpoint."""
+    """A state as a checkpoint."""
 
     def __init__(self, trainer: Any) -> None:
-        self.held = (trainer.step_number, jax.tree.map(jnp.copy, trainer.arrays()), trainer.meta())
+        arrays, meta = trainer.saved()
+        self.held = trainer.state.step, jax.tree.map(jnp.copy, arrays), meta
 
     def restore_latest(self, abstract: Any, required: Any = None) -> Any:
         assert set(abstract) <= set(self.held[1])

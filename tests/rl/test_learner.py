@@ -13,9 +13,9 @@ from helpers import (
     make_engine,
     make_task,
     micro_config,
-    micro_trainer_to_compile,
     moments,
     roll_out,
+    stepping_to_compile,
     tiny_arch,
     tiny_params,
 )
@@ -348,16 +348,16 @@ def test_update_in_bfloat16_keeps_float32_state(params: Any, rollout: Rollout) -
 @pytest.mark.ci
 def test_moments_on_the_host_change_no_bit() -> None:
     states = []
-    for where, kind in (("device", "device"), ("host", "pinned_host")):
-        trainer = micro_trainer_to_compile(micro_config(learner=LearnerConfig(
-            learning_rate=1e-3, micro_batch=16, moments=where)))
+    for offload, kind in ((False, "device"), (True, "pinned_host")):
+        trainer = stepping_to_compile(micro_config(learner=LearnerConfig(
+            learning_rate=1e-3, micro_batch=16, optimizer_offload=offload)))
         program, = programs.programs(trainer.config, trainer.arch, trainer.mesh)
         rollout = programs.blank_rollout(trainer.config)
         batches = programs.host_batches(trainer.config, rollout, NOISE)
         part = sharding.put(programs.batch_shardings(trainer.mesh), batches[0])
-        new, _ = program.lower().compile()(trainer.state, *part, *[None] * 4)
-        places = {a.sharding.memory_kind for a in jax.tree.leaves(new.optimizer) if a.ndim}
-        assert places == {kind}
+        new, _ = program.lower().compile()(trainer.state.learner, *part, *[None] * 4)
+        kinds = {a.sharding.memory_kind for a in jax.tree.leaves(new.optimizer) if a.ndim}
+        assert kinds == {kind}
         states.append(jax.tree.map(np.asarray, new))
     jax.tree.map(np.testing.assert_array_equal, *states)
 

@@ -12,8 +12,8 @@ import pytest
 from helpers import (
     counting,
     micro_config,
-    micro_trainer,
-    micro_trainer_to_compile,
+    stepping,
+    stepping_to_compile,
     tiny_arch,
     tiny_params,
 )
@@ -30,6 +30,7 @@ from specrl_jax.model.weights import Source
 from specrl_jax.rl import programs
 from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.structs import Params
+from specrl_jax.training.saving import restore
 
 ARCH = tiny_arch(qkv_bias=True, qk_norm=True)
 OPTIONS = LearnerConfig(lora_rank=2, lora_alpha=6.0)
@@ -125,7 +126,7 @@ def advantages(config: Any) -> np.ndarray:
 def steps() -> Any:
     """A trainer with adapters, its first rollout, and that of full fine-tuning."""
     config = micro_config(learner=LEARNER)
-    one, full = micro_trainer(config), micro_trainer_to_compile(
+    one, full = stepping(config), stepping_to_compile(
         dataclasses.replace(config, learner=dataclasses.replace(LEARNER, lora_rank=0)))
     return one, one.rollout()[0], full.rollout()[0]
 
@@ -138,25 +139,25 @@ def test_first_tokens_are_the_base_models(steps: Any) -> None:
 
 def test_update_trains_adapters_and_publishes_merged(steps: Any) -> None:
     trainer, rollout, _ = steps
-    before = jax.tree.map(np.asarray, trainer.base)
+    before = jax.tree.map(np.asarray, trainer.policy.frozen.base)
     for _ in range(2):  # the first moves B alone, because it is zero
         found: dict[str, Any] = {}
         assert counting(lambda out=found: out.update(
             trainer.learn(rollout, advantages(trainer.config)))) == 0
         assert found["applied"] == 1 and found["grad_norm"] > 0
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(trainer.state.params))
-    jax.tree.map(np.testing.assert_array_equal, trainer.base, before)
-    want = merged(LEARNER, trainer.base, trainer.state.params)
-    jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, jax.tree.map(
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(trainer.params))
+    jax.tree.map(np.testing.assert_array_equal, trainer.policy.frozen.base, before)
+    want = merged(LEARNER, trainer.policy.frozen.base, trainer.params)
+    jax.tree.map(np.testing.assert_array_equal, trainer.published, jax.tree.map(
         np.asarray, want))
-    assert trainer.sampler.params["embed"] is trainer.base["embed"]
-    assert not np.array_equal(trainer.sampler.params["layers"][0]["o"],
-                              trainer.base["layers"][0]["o"])
+    assert trainer.published["embed"] is trainer.policy.frozen.base["embed"]
+    assert not np.array_equal(trainer.published["layers"][0]["o"],
+                              trainer.policy.frozen.base["layers"][0]["o"])
     kinds = {path[0].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(
-        trainer.arrays())}
+        trainer.saved().arrays)}
     assert {"actor", "optimizer"} <= set(kinds)
     largest = max(leaf.size for leaf in jax.tree.leaves(
-        [trainer.arrays()[key] for key in ("actor", "optimizer")]))
+        [trainer.saved().arrays[key] for key in ("actor", "optimizer")]))
     assert largest <= 4 * max(trainer.arch.intermediate_size, 16 * 8)
 
 
@@ -168,7 +169,7 @@ def test_learner_scores_what_the_merged_rollout_sampled(steps: Any) -> None:
 
 def saved(trainer: Any, folder: Path, step: int) -> None:
     with Checkpoints(folder / CHECKPOINTS, keep=1) as checkpoints:
-        checkpoints.save(step, trainer.arrays(), trainer.meta())
+        checkpoints.save(step, *trainer.saved())
 
 
 def test_checkpoint_is_an_actor_with_merged_weights(steps: Any, tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_checkpoint_is_an_actor_with_merged_weights(steps: Any, tmp_path: Path) 
     actor = Actor(source, tmp_path, 1, learner=LEARNER)
     mesh = sharding.make_mesh(MeshConfig())
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), actor.params(mesh),
-                 trainer.sampler.params)
+                 trainer.published)
     other = Source(trainer.arch, byte_tokenizer(), random_tensors(trainer.arch, 1), "other")
     with pytest.raises(ConfigError, match="model.path = 'other': its weights are not those"):
         Actor(other, tmp_path, 1, learner=LEARNER).params(mesh)
@@ -188,18 +189,18 @@ def test_checkpoint_is_an_actor_with_merged_weights(steps: Any, tmp_path: Path) 
 def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
     config = micro_config(learner=LEARNER, rl=RLConfig(kl=0.1, minibatches=2),
                           reward=RewardConfig(terms=("helpers:even",)))
-    trainer = micro_trainer(config)
+    trainer = stepping(config)
     trainer.step()
     saved(trainer, tmp_path, 1)
-    again = micro_trainer_to_compile(config)
+    again = stepping_to_compile(config)
     with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
-        assert again.restore(checkpoints)
-        jax.tree.map(np.testing.assert_array_equal, again.sampler.params, trainer.sampler.params)
-        again.base = trainer.base | {"embed": trainer.base["embed"] + 1}
-        again._frozen["base"] = layers.identity(again.base)
+        initial, again.state = again.state, restore(again.trainer, again.state, checkpoints).state
+        jax.tree.map(np.testing.assert_array_equal, again.published, trainer.published)
+        frozen = again.policy.frozen
+        again.policy.frozen = frozen._replace(identities={"base": "float32 other"})
         with pytest.raises(ConfigError, match="model.path.* its weights are not those"):
-            again.restore(checkpoints)
-    again.base = trainer.base
+            restore(again.trainer, initial, checkpoints)
+    again.policy.frozen = frozen
     left, right = trainer.step()[0], again.step()[0]
     kept = [name for name in left if not name.startswith(("time/", "memory/", "learn/", "rollout"))
             and name != "compilations"]
@@ -211,7 +212,7 @@ def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
 def test_kl_of_adapters_in_the_reward_is_that_to_the_base() -> None:
     """In two minibatches; k1 is the mean log-ratio, and the rollout's own log-probs are its half.
     """
-    trainer = micro_trainer(micro_config(
+    trainer = stepping(micro_config(
         learner=LEARNER, reward=RewardConfig(terms=("helpers:even",)),
         rl=RLConfig(kl=0.5, kl_in="reward", kl_estimator="k1", minibatches=2)))
     first, _ = trainer.step()
@@ -224,7 +225,7 @@ def test_kl_of_adapters_in_the_reward_is_that_to_the_base() -> None:
                                              rollout.tokens, ends, strict=True):
         row[:start], row[start:end] = prompt[:start], said[: end - start]
     logits = jax.jit(functools.partial(forward, trainer.arch))(
-        jax.tree.map(jnp.asarray, trainer.base), tokens, ends)
+        jax.tree.map(jnp.asarray, trainer.policy.frozen.base), tokens, ends)
     logp = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[:, :-1], tokens[:, 1:, None],
                               2)[..., 0]
     mask = (at >= rollout.prompt_length[:, None]) & (at < ends[:, None])
@@ -241,30 +242,30 @@ def test_kl_of_adapters_in_the_reward_is_that_to_the_base() -> None:
                                     dict(model__dtype="bfloat16"),
                                     dict(rl__updates=0)])
 def test_options_of_the_learner_go_with_adapters(fields: dict[str, Any]) -> None:
-    trainer = micro_trainer(micro_config(learner=LEARNER, **fields))
+    trainer = stepping(micro_config(learner=LEARNER, **fields))
     metrics, _ = trainer.step()
     assert metrics["applied"] == 1
-    assert trainer.base["layers"][0]["qkv"].dtype == trainer.config.model.dtype
-    assert trainer.base["final_norm"].dtype == jnp.float32
+    assert trainer.policy.frozen.base["layers"][0]["qkv"].dtype == trainer.config.model.dtype
+    assert trainer.policy.frozen.base["final_norm"].dtype == jnp.float32
 
 
 @pytest.mark.ci
 def test_adapters_on_a_mesh_learn_what_one_device_does() -> None:
     found = []
     for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
-        trainer = micro_trainer(micro_config(learner=LEARNER, mesh=mesh))
+        trainer = stepping(micro_config(learner=LEARNER, mesh=mesh))
         rollout, _ = trainer.rollout()
         trainer.learn(rollout, advantages(trainer.config))
-        found.append((rollout.tokens, jax.tree.map(np.asarray, trainer.state.params)))
+        found.append((rollout.tokens, jax.tree.map(np.asarray, trainer.params)))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found[0][1], found[1][1])
-    gate = trainer.state.params["layers"][0]["gate_proj"]
+    gate = trainer.params["layers"][0]["gate_proj"]
     assert gate["a"].sharding.spec[1] == "fsdp" and gate["b"].sharding.spec[0] == "tensor"
 
 
 def test_no_gradient_has_the_size_of_a_weight() -> None:
     """Of all that an update computes, nothing float32 but the base itself is as large as it."""
-    trainer = micro_trainer_to_compile(micro_config(learner=LEARNER))
+    trainer = stepping_to_compile(micro_config(learner=LEARNER))
     update = {p.name: p for p in programs.programs(
         trainer.config, trainer.arch, trainer.mesh)}["update"]
     outputs = jax.tree.leaves(update.lower().out_info)

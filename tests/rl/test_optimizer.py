@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import micro_config, micro_trainer_to_compile
+from helpers import micro_config, stepping_to_compile
 
 from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig
 from specrl_jax.rl.optimizer import OPTIMIZERS, learning_rate, make_optimizer, make_schedule
@@ -92,10 +92,10 @@ def test_rate_is_that_of_the_next_update(name: str) -> None:
 def test_state_lies_split_as_far_as_it_is_like_parameters(name: str) -> None:
     config = micro_config(mesh=MeshConfig(data=2, fsdp=2), learner=LearnerConfig(
         optimizer=name, micro_batch=16))
-    trainer = micro_trainer_to_compile(config)
-    leaves = jax.tree.leaves(trainer.state.optimizer)
+    trainer = stepping_to_compile(config)
+    leaves = jax.tree.leaves(trainer.state.learner.optimizer)
     places = {a.shape: a.sharding.is_fully_replicated for a in leaves}
-    like = [a.shape for a in jax.tree.leaves(trainer.state.params) if a.ndim > 1]
+    like = [a.shape for a in jax.tree.leaves(trainer.params) if a.ndim > 1]
     assert not any(places[shape] for shape in like) and places[()]  # counts are everywhere
     a = max(leaves, key=lambda a: a.size)
     assert a.addressable_shards[0].data.size * 4 == a.size

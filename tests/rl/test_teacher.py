@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import micro_config, micro_trainer, micro_trainer_to_compile, moments
+from helpers import micro_config, moments, stepping, stepping_to_compile
 
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
@@ -17,6 +17,7 @@ from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.tokenizer import check_same_tokens
 from specrl_jax.model.transformer import forward
 from specrl_jax.rl import learner, losses, programs
+from specrl_jax.training.saving import restore
 
 NO_REWARD = RewardConfig(weights=(0.0,))
 
@@ -50,7 +51,7 @@ def update(config: Config) -> Any:
 
 
 def batch_and_state() -> tuple[Any, ...]:
-    trainer = micro_trainer_to_compile(config_of(rl__teacher=""), num_layers=2)
+    trainer = stepping_to_compile(config_of(rl__teacher=""), num_layers=2)
     rollout = programs.blank_rollout(trainer.config)
     rng = np.random.default_rng(0)
     rollout = rollout.replace(
@@ -58,7 +59,7 @@ def batch_and_state() -> tuple[Any, ...]:
         tokens=rng.integers(0, 256, rollout.tokens.shape).astype(np.int32))
     config = config_of()
     advantage = np.zeros(len(rollout.length), np.float32)
-    return trainer.state, *programs.host_batches(config, rollout, advantage)[0]
+    return trainer.state.learner, *programs.host_batches(config, rollout, advantage)[0]
 
 
 def test_advantage_is_weight_times_teacher_minus_policy() -> None:
@@ -81,7 +82,7 @@ def test_advantage_is_weight_times_teacher_minus_policy() -> None:
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_policy_that_is_its_own_teacher_learns_nothing(minibatches: int) -> None:
     config = config_of(rl__minibatches=minibatches)
-    trainer = micro_trainer(config, num_layers=2)  # random:tiny itself
+    trainer = stepping(config, num_layers=2)  # random:tiny itself
     metrics, _ = trainer.step()
     assert abs(metrics["kl/teacher"]) < 1e-4 and metrics["grad_norm"] < 1e-3
     assert metrics["applied"] == 1
@@ -120,9 +121,9 @@ def test_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
 @pytest.mark.ci
 def test_steps_lower_the_kl_to_the_teacher() -> None:
     """Of all tokens, where the first rollout's responses were predicted."""
-    trainer = micro_trainer(config_of(learner__learning_rate=1e-3, learner__micro_batch=128,
+    trainer = stepping(config_of(learner__learning_rate=1e-3, learner__micro_batch=128,
                                       group_size=16, rollout__batch_size=64))
-    assert trainer.teacher is not None and trainer.teacher.arch != trainer.arch
+    assert trainer.policy.frozen.teacher.arch != trainer.arch
     rollout, _ = trainer.rollout()
     ends = rollout.prompt_length + rollout.length
     tokens = np.zeros((len(ends), 18), np.int32)
@@ -136,10 +137,10 @@ def test_steps_lower_the_kl_to_the_teacher() -> None:
     def logp(arch: Any, params: Any) -> Any:
         return jax.nn.log_softmax(forward(arch, params, tokens, jnp.asarray(ends)))
 
-    theirs = logp(trainer.teacher.arch, trainer.teacher.params)
+    theirs = logp(trainer.policy.frozen.teacher.arch, trainer.policy.frozen.teacher.params)
     found = []
     for _ in range(4):
-        mine = logp(trainer.arch, trainer.state.params)
+        mine = logp(trainer.arch, trainer.params)
         found.append(float((jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()))
         trainer.step()
     assert found == sorted(found, reverse=True) and found[3] < 0.92 * found[0]
@@ -155,7 +156,7 @@ def test_teacher_with_other_tokens_is_refused() -> None:
 
 def test_missing_teacher_is_refused() -> None:
     with pytest.raises(ConfigError, match="rl.teacher = 'random:none'"):
-        micro_trainer_to_compile(config_of(rl__teacher="random:none"))
+        stepping_to_compile(config_of(rl__teacher="random:none"))
 
 
 @pytest.mark.parametrize("field, fields", [
@@ -165,11 +166,12 @@ def test_resume_beside_other_frozen_weights_is_refused(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of a KL and a teacher are read again; their files may have changed."""
     config = config_of(**fields)
-    trainer = micro_trainer_to_compile(config)
+    trainer = stepping_to_compile(config)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, trainer.arrays(), trainer.meta())
-        assert micro_trainer_to_compile(config).restore(checkpoints)
+        checkpoints.save(1, *trainer.saved())
+        again = stepping_to_compile(config)
+        assert restore(again.trainer, again.state, checkpoints)
         monkeypatch.setattr(layers, "identity", lambda params: "other")
-        changed = micro_trainer_to_compile(config)
+        changed = stepping_to_compile(config)
         with pytest.raises(ConfigError, match=f"{field} = .* its weights are not those"):
-            changed.restore(checkpoints)
+            restore(changed.trainer, changed.state, checkpoints)

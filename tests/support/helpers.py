@@ -35,11 +35,23 @@ from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
+from specrl_jax.rewards.scoring import Sample
+from specrl_jax.rl.experience import Experience
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
+from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.runtime.compilation import CompilationCounter
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import (
+    Array,
+    DraftTree,
+    Frontier,
+    Metrics,
+    Rollout,
+    Sampling,
+    SpecConfig,
+)
+from specrl_jax.training.saving import Saved, to_save
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 
@@ -284,6 +296,56 @@ def micro_trainer_to_compile(config: Config, *, warn: Callable[[str], None] = pr
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
     return Trainer.create(config, source, Prompts(examples, [""] * 16, tokens), warn=warn)
+
+
+class Stepping:
+    """A trainer with its state, for tests that run several steps.
+
+    Attributes are those of the trainer, of `state`, and what tests read of both.
+    """
+
+    def __init__(self, trainer: Trainer, state: TrainState) -> None:
+        self.trainer, self.state = trainer, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    @property
+    def params(self) -> Any:
+        return self.state.learner.params
+
+    @property
+    def published(self) -> Any:
+        return self.state.policy.params
+
+    def saved(self) -> Saved:
+        return to_save(self.trainer, self.state)
+
+    def step(self) -> tuple[Metrics, list[Sample]]:
+        self.state, metrics, samples = self.trainer.step(self.state)
+        return metrics, samples
+
+    def rollout(self) -> tuple[Rollout, Metrics]:
+        """What the next step generates first, without going on."""
+        state, rollout, result = self.trainer.generate(self.state)
+        return rollout, rollout_metrics(rollout, [result], state.speculation.plain_round_seconds)
+
+    def learn(self, rollout: Rollout, advantage: np.ndarray) -> Metrics:
+        """An update on a rollout, published."""
+        experience = Experience(rollout, rollout, advantage, advantage, [], {})
+        learner, metrics = self.trainer.policy.update(self.state.learner, experience)
+        self.state = self.state.replace(learner=learner, policy=self.trainer.publish(
+            learner, self.state.policy, self.state.step + 1))
+        return metrics
+
+
+def stepping(config: Config, **options: Any) -> Stepping:
+    """A compiled `micro_trainer`, ready to step."""
+    return Stepping(*micro_trainer(config, **options))
+
+
+def stepping_to_compile(config: Config, **options: Any) -> Stepping:
+    return Stepping(*micro_trainer_to_compile(config, **options))
 
 
 def moments(optimizer: Any) -> Any:

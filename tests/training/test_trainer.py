@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer, micro_trainer_to_compile
+from helpers import Stepping, counting, micro_config, stepping, stepping_to_compile
 
-from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
+from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps, restore_part
 from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.control import acceptance
 from specrl_jax.data.examples import Example
+from specrl_jax.draft import response_cache
 from specrl_jax.metrics import run_files
 from specrl_jax.metrics.names import find
 from specrl_jax.metrics.progress import Progress
@@ -23,9 +24,10 @@ from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.runtime.compilation import CompilationCounter, Compiler
-from specrl_jax.structs import Rollout
-from specrl_jax.training.run import TrainingError, run_steps, startup
-from specrl_jax.training.trainer import Trainer
+from specrl_jax.structs import Metrics, Rollout
+from specrl_jax.training.run import Run, TrainingError, run_steps
+from specrl_jax.training.saving import restore
+from specrl_jax.training.state import TrainState
 
 
 @pytest.mark.ci
@@ -33,16 +35,13 @@ def test_bad_updates_are_skipped_counted_and_stop_the_run(
         tmp_path, capsys) -> None:
     config = micro_config(
         steps=9, learner=LearnerConfig(micro_batch=16, max_bad_steps=3))
-    trainer = micro_trainer(config)
-    norm = trainer.state.params["final_norm"]
-    broken = trainer.state.params | {"final_norm": jnp.full_like(norm, jnp.nan)}
-    trainer.state = trainer.state.replace(params=broken)
-    before = jax.tree.map(np.asarray, trainer.state)
-    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          run_files.Writer(tmp_path, 0) as writer, Progress(9, 0) as progress,
-          pytest.raises(TrainingError, match="max_bad_steps = 3")):
-        list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
-                       {"time/startup": 2.0}))
+    trainer = stepping(config)
+    norm = trainer.params["final_norm"]
+    broken = trainer.params | {"final_norm": jnp.full_like(norm, jnp.nan)}
+    trainer.state = trainer.state.replace(learner=trainer.state.learner.replace(params=broken))
+    before = jax.tree.map(np.asarray, trainer.state.learner)
+    with pytest.raises(TrainingError, match="max_bad_steps = 3"):
+        run_in(tmp_path, trainer, first={"time/startup": 2.0})
     rows = run_files.read_metrics(tmp_path)
     assert [row.get("time/startup") for row in rows] == [2.0, None, None]
     assert config.spec.drafter == "history"
@@ -50,10 +49,28 @@ def test_bad_updates_are_skipped_counted_and_stop_the_run(
     assert [row["applied"] for row in rows] == [0.0, 0.0, 0.0]
     assert list_steps(tmp_path / "checkpoints") == [3]
     assert "not finite; skipped" in capsys.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, trainer.state))
+    arrays = {name: restore_part(tmp_path / "checkpoints", 3, name)
+              for name in ("actor", "optimizer")}
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(before), jax.tree.leaves(
+        (arrays["actor"], arrays["optimizer"])))
 
 
-def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
+def run_in(workdir: Path, trainer: Stepping, first: Metrics | None = None) -> TrainState:
+    """Runs all steps from a trainer's state, or from the workdir's newest checkpoint."""
+    with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
+        if resumed := restore(trainer.trainer, trainer.state, checkpoints):
+            trainer.state = resumed.state
+        with run_files.Writer(workdir, trainer.state.step) as writer, Progress(
+                trainer.config.steps, trainer.state.step) as progress:
+            parts = Run(trainer.trainer, None, checkpoints, writer, progress,
+                        CompilationCounter())
+            list(run_steps(parts, trainer.state, first or {}))
+        saved = restore(trainer.trainer, stepping_to_compile(trainer.config).state, checkpoints)
+    assert saved is not None
+    return saved.state
+
+
+def made_up(trainer: Stepping, rng: np.random.Generator) -> Rollout:
     """A rollout of random tokens whose log-probabilities are all -5."""
     config = trainer.config
     q, t, p = config.sequences, config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
@@ -72,15 +89,16 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
 def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
-    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
-    trainer = micro_trainer(micro_config(
+    monkeypatch.setattr(Sampler, "compile", lambda *args: compile_alone(args[-1]))
+    monkeypatch.setattr(Sampler, "find_costs", lambda self, p, d, speculation, *a, **b: speculation)
+    trainer = stepping(micro_config(
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
         rl=RLConfig(updates=updates)))
     rollout = made_up(trainer, np.random.default_rng(0))
     for useful in ([], [5]):
         advantage, found = np.zeros((8, 2), np.float32), {}
         advantage[useful] = [1, -1]
-        before = jax.tree.map(np.asarray, trainer.state.params)
+        before = jax.tree.map(np.asarray, trainer.params)
         assert counting(lambda a=advantage, out=found: out.update(
             trainer.learn(rollout, a.reshape(-1)))) == 0
         lengths = rollout.length.reshape(8, 2)
@@ -89,35 +107,37 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         assert lengths[0].sum() <= found["rollout/logprob_gap_tokens"] < rollout.length.sum()
         assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
         assert found["applied"] == 1
-        jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, trainer.state.params)
+        jax.tree.map(np.testing.assert_array_equal, trainer.published, trainer.params)
         changed = bool(updates and useful)
-        same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
+        same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.params))
         assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
 
 
 @pytest.mark.ci
 def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of two steps, a KL term, and then a run that goes on from its arrays."""
-    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
+    monkeypatch.setattr(Sampler, "compile", lambda *args: compile_alone(args[-1]))
+    monkeypatch.setattr(Sampler, "find_costs", lambda self, p, d, speculation, *a, **b: speculation)
     config = micro_config(rl=RLConfig(updates=2, minibatches=2, kl=0.1))
-    trainer, rng = micro_trainer(config), np.random.default_rng(0)
+    trainer, rng = stepping(config), np.random.default_rng(0)
     first = [made_up(trainer, rng) for _ in range(2)]
     advantage = rng.standard_normal(16).astype(np.float32)
     sizes = []
-    update = trainer._programs["update"]
-    trainer._programs["update"] = lambda state, batch, *rest: (
+    programs = trainer.policy._programs
+    update = programs["update"]
+    programs["update"] = lambda state, batch, *rest: (
         sizes.append(int(np.asarray(batch.length).sum())), update(state, batch, *rest))[1]
     assert counting(lambda: trainer.learn(first[0], advantage)) == 0
     halves = first[0].length.reshape(2, -1).sum(1).tolist()
     assert sizes == halves * 2
-    other = micro_trainer(config)
-    other.reference = trainer.reference
+    other = stepping(config)
+    other.policy.frozen = trainer.policy.frozen
     other.state = jax.tree.map(jnp.copy, trainer.state)
     left, right = (one.learn(first[1], advantage) for one in (trainer, other))
     for told in (left, right):
         assert told.pop("learn/tokens_per_second") > 0
     assert left == right and left["applied"] == 1 and left["policy/clip_fraction"] >= 0
-    jax.tree.map(np.testing.assert_array_equal, trainer.state, other.state)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.learner, other.state.learner)
 
 
 def compile_alone(others: Callable[[Compiler], None]) -> None:
@@ -146,48 +166,55 @@ def test_lossy_rule_is_in_every_line_and_drafters_have_shares(rule: str) -> None
     assert told["draft/eagle/accepted_share"] == 0
 
 
-def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
-    old, new = (micro_trainer(micro_config()) for _ in range(2))
-    rng = np.random.default_rng(0)
+class Held:
+    """A checkpoint in memory."""
+
+    def __init__(self, trainer: Stepping, *left_out: str) -> None:
+        arrays, self.meta = trainer.saved()
+        self.arrays = {name: jax.tree.map(np.array, a) for name, a in arrays.items()
+                       if name not in left_out}
+
+    def restore_latest(self, abstract: object, required: object = None) -> tuple:
+        assert required or jax.tree.structure(abstract) == jax.tree.structure(self.arrays)
+        return self.meta["step"], self.arrays, self.meta
+
+
+def test_resumed_state_holds_all_that_was_saved() -> None:
+    old, new = (stepping_to_compile(micro_config()) for _ in range(2))
+    rng, state = np.random.default_rng(0), old.state
     rollout = made_up(old, rng)
-    old.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, 3)
-    old.state = jax.tree.map(lambda a: a + 1, old.state)
-    engine = old.sampler.engine
-    engine.acceptance = jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),
-                                     engine.acceptance)
-    old.step_number, old.bad_steps = 7, 2
-
-    class Saved:
-        def restore_latest(self, abstract: object, required: object = None) -> tuple:
-            assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
-            return 7, jax.tree.map(np.array, old.arrays()), old.meta()
-
-    same = jax.tree.map(np.array_equal, old.arrays(), new.arrays())
-    for part in ("actor", "optimizer", "history", "acceptance"):
+    learner = jax.tree.map(lambda a: a + 1, state.learner)
+    old.state = state.replace(
+        step=7, bad_steps=2, learner=learner, policy=old.publish(learner, state.policy, 7),
+        best={"step": 4, "accuracy": 0.5},
+        prompts=jax.tree.map(lambda a: a + 1, state.prompts),
+        speculation=state.speculation.replace(
+            responses=response_cache.add(state.speculation.responses, rollout.prompt_id,
+                                         rollout.tokens, rollout.length, 4),
+            acceptance=jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),
+                                    state.speculation.acceptance)))
+    same = jax.tree.map(np.array_equal, old.saved().arrays, new.saved().arrays)
+    for part in ("actor", "optimizer", "responses", "acceptance", "prompts"):
         assert not all(jax.tree.leaves(same[part])), part
-    assert new.restore(Saved())
-    jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
-    jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
-    assert new.meta() == old.meta()
+    resumed = restore(new.trainer, new.state, Held(old))
+    assert resumed is not None and resumed.arrays == old.saved().arrays.keys()
+    new.state = resumed.state
+    jax.tree.map(np.testing.assert_array_equal, old.saved().arrays, new.saved().arrays)
+    jax.tree.map(np.testing.assert_array_equal, new.published, old.params)
+    assert new.saved().meta == old.saved().meta
+    jax.tree.map(np.testing.assert_array_equal, new.state, old.state)
 
 
-def test_restore_names_what_has_another_shape() -> None:
-    trainer = micro_trainer_to_compile(micro_config())
-
-    class Saved:
-        def restore_latest(self, abstract: object, required: object = None) -> tuple:
-            found = jax.tree.map(np.array, trainer.arrays())
-            return 7, {key: found[key] for key in found if key != "history"}, trainer.meta()
-
-    assert trainer.restore(Saved(), renewed=()) and trainer.step_number == 0
-    assert trainer.warnings == [
-        "parts of the checkpoint have other shapes and start anew: history"]
+def test_resuming_names_what_has_another_shape() -> None:
+    trainer, lines = stepping_to_compile(micro_config()), []
+    resumed = restore(trainer.trainer, trainer.state, Held(trainer, "responses"), (), lines.append)
+    assert resumed is not None and resumed.state.step == 0 and "responses" not in resumed.arrays
+    assert len(lines) == 1 and "responses" in lines[0]
 
 
 @pytest.mark.ci
 def test_step_of_a_new_trainer_compiles_it_first() -> None:
-    trainer = micro_trainer_to_compile(micro_config())
+    trainer = stepping_to_compile(micro_config())
     record, samples = trainer.step()
     assert record["step"] == 0 and len(samples) == trainer.config.sequences
 
@@ -209,22 +236,17 @@ fails_once = Failing()
 @pytest.mark.ci
 def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
     """The run goes on after the last complete step, and equals one that never failed."""
-    def run(workdir: Path, reward: str) -> Trainer:
-        trainer = micro_trainer(micro_config(
-            steps=4, checkpoint_every=9, reward=RewardConfig(terms=(reward,))))
-        with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
-            trainer.restore(checkpoints)
-            with run_files.Writer(workdir, trainer.step_number) as writer, Progress(
-                    4, trainer.step_number) as progress:
-                list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
-        return trainer
+    def run(workdir: Path, reward: str) -> TrainState:
+        return run_in(workdir, stepping(micro_config(
+            steps=4, checkpoint_every=9, reward=RewardConfig(terms=(reward,)))))
 
     mine = f"{__name__}:fails_once"
     with pytest.raises(RewardError, match="example .* answer .*ZeroDivisionError"):
         run(tmp_path / "fails", mine)
     assert list_steps(tmp_path / "fails" / "checkpoints") == [2]
     resumed, whole = run(tmp_path / "fails", mine), run(tmp_path / "whole", mine)
-    jax.tree.map(np.testing.assert_array_equal, resumed.arrays(), whole.arrays())
+    jax.tree.map(np.testing.assert_array_equal, resumed.learner, whole.learner)
+    jax.tree.map(np.testing.assert_array_equal, resumed.prompts, whole.prompts)
 
 
 def refuses_odd(prompt: str, completion: str, example: Example) -> float:
@@ -232,15 +254,17 @@ def refuses_odd(prompt: str, completion: str, example: Example) -> float:
 
 
 def test_answers_whose_reward_failed_are_marked_and_counted() -> None:
-    trainer = micro_trainer_to_compile(micro_config(reward=RewardConfig(
-        terms=(f"{__name__}:refuses_odd", "digit_fraction"), weights=(1.0, 0.0), on_failure="-2")))
+    lines: list[str] = []
+    trainer = stepping_to_compile(micro_config(reward=RewardConfig(
+        terms=(f"{__name__}:refuses_odd", "digit_fraction"), weights=(1.0, 0.0),
+        on_failure="-2")), warn=lines.append)
     samples, rewards, terms = trainer.score(made_up(trainer, np.random.default_rng(0)))
     odd = [sample["prompt_id"] % 2 == 1 for sample in samples]
     assert rewards.tolist() == [-2.0 if x else 1.0 for x in odd] and any(odd)
     assert [list(x.get("failures", [])) for x in samples] == [
         [f"{__name__}:refuses_odd"] * x for x in odd]
     assert terms["reward/failures"] == sum(odd)
-    assert "8 of 16 answers count as -2; the first: reward" in trainer.warnings[-1]
+    assert "8 of 16 answers count as -2; the first: reward" in lines[-1]
 
 
 USUAL = {  # what every algorithm tells
@@ -253,11 +277,8 @@ USUAL = {  # what every algorithm tells
 
 @pytest.mark.ci
 def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
-    trainer = micro_trainer(micro_config(rl=RLConfig(kl=0.1)))
-    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          run_files.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
-        list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
-                       startup(trainer, 1.0)))
+    trainer = stepping(micro_config(rl=RLConfig(kl=0.1)))
+    run_in(tmp_path, trainer, {"time/startup": 1.0, "time/profiling": 0.0})
     rows = run_files.read_metrics(tmp_path)
     assert [name for row in rows for name in row if find(name) is None] == []
     assert all(row.keys() >= USUAL for row in rows)
@@ -273,12 +294,9 @@ def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_step_without_updates_has_a_gap_and_a_loss(tmp_path: Path) -> None:
-    trainer = micro_trainer(micro_config(
+    trainer = stepping(micro_config(
         learner=LearnerConfig(micro_batch=4), rl=RLConfig(updates=0)))
-    counter = CompilationCounter()
-    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          run_files.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
-        list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
+    run_in(tmp_path, trainer)
     rows = run_files.read_metrics(tmp_path)
     assert [(row["loss"], row["compilations"]) for row in rows] == [(0.0, 0), (0.0, 0)]
     for row in rows:
