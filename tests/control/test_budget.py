@@ -10,7 +10,6 @@ import pytest
 from control_cases import (
     BUCKETS,
     DEPTH,
-    LADDER,
     LIMITS,
     alone,
     chains,
@@ -132,15 +131,6 @@ def test_budget_is_off_when_no_draft_survives() -> None:
     state, seen = drive(control, start(), [{"accept": 0.0}] * 60)
     assert [steps for steps, *_ in seen[-20:]].count(0) >= 18, "only looking again may draft"
     assert all(nodes == 8 for _, _, nodes, _ in seen)
-
-
-def test_fill_prefers_rows_that_weigh_more() -> None:
-    tree = chains(np.full((4, 4), 0.5) ** np.arange(1, 5))
-    price = np.asarray([1, 1, 1.01, 2, 3], np.float32)
-    fill = alone(lambda weight: budget.fill(tree, weight, jnp.float32(1), price, LADDER)[0])
-    even = np.asarray(fill(np.ones(4, np.float32)))
-    long = np.asarray(fill(np.asarray([3, 0.3, 0.3, 0.4], np.float32)))
-    assert even.sum(1).tolist() == [2, 2, 2, 2] and long.sum() == 8 and long[0].sum() > 2
 
 
 def test_row_weights_favour_long_rows_of_small_batches() -> None:

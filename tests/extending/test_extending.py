@@ -36,7 +36,7 @@ from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.data.examples import load_examples
 from specrl_jax.draft.registry import DRAFTERS, DrafterContext
 from specrl_jax.metrics import trackers
-from specrl_jax.metrics.run_files import Writer, read_metrics, read_samples
+from specrl_jax.metrics.run_files import Writer, read_metrics
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
@@ -333,21 +333,6 @@ def test_dataset_gives_examples_with_an_answer(command: str, question: str, answ
         values["data.path"] = str(FILES / Path(values["data.path"]).name)
     examples = load_examples(override(load_config("tiny"), values).data)
     assert (examples[3]["question"], examples[3]["answer"]) == (question, answer)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("extension", ["squares", "jsonl"])
-def test_dataset_is_what_a_step_asks(extension: str, tmp_path: Path) -> None:
-    values = flags(next(c for c in COMMANDS if f"data.name={extension}" in c))
-    if "data.path" in values:
-        values["data.path"] = str(FILES / Path(values["data.path"]).name)
-    config = override(PLAIN, values | {
-        "steps": 1, "model.path": "random:tiny", "rollout.max_prompt_tokens": 96,
-        "reward.terms": ("digit_fraction",)})
-    assert train(config, tmp_path)
-    prompts = {sample["prompt"] for sample in read_samples(tmp_path)}
-    assert len(prompts) == (8 if extension == "squares" else 4)
-    assert all(("squared?" if extension == "squares" else "capital of") in x for x in prompts)
 
 
 def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:
