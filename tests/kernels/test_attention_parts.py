@@ -170,3 +170,24 @@ def test_shared_prefix_is_read_by_one_program_for_its_group(
         **case, scale=1.0, implementation="pallas_triton", interpret=True,
         config={"block": 16, "tile": 16}))
     assert grids == [(1, 8), (1, 2)]  # (heads and tiles, shares): the rows' own context, prefixes
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_cost_is_what_filled_caches_of_one_layer_take(
+        layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA schedules a TPU's kernel by it. Queries and nodes are padded to 16."""
+    rows, groups, size, slots, costs = 3, 2, 64, 768, []
+    case = make(lengths=[9] * rows, nodes=4, size=size, segments=(256, 512), dtype="bfloat16")
+    if layer is not None:
+        case |= {name: [jnp.stack([x] * 4, 1) for x in case[name]]
+                 for name in ("cache_k", "cache_v")}
+    monkeypatch.setattr(pallas.pl, "pallas_call", lambda *args, out_shape, cost_estimate, **_: (
+        costs.append(cost_estimate), lambda *args: [jnp.zeros(o.shape, o.dtype) for o in out_shape]
+        )[1])
+    tree_attention(**case, layer=layer, scale=1.0, implementation="pallas", platform="tpu")
+    [cost] = costs
+    keys = slots + 16
+    assert cost.flops == 2 * cost.transcendentals * 2 * size == 4 * rows * groups * 16 * size * keys
+    caches = rows * 2 * groups * size * slots * 2
+    own = rows * (2 * groups * 16 * size * 2 + 2 * groups * 16 * size * 2 + 16 * 2 * 4)
+    assert cost.bytes_accessed == caches + own

@@ -1,6 +1,6 @@
 """The arrays of a call of tree attention, as its implementations take them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Context(NamedTuple):
     k: tuple[jax.Array, ...]  # f[slots, G, E, S] each, in segments along S
     v: tuple[jax.Array, ...]  # f[slots, G, S, E] each
     length: jax.Array  # i32[B] tokens of each row
-    slot: jax.Array | None  # i32[B] cache row of each row; None: row b reads cache row b
+    slot: Any  # i32[B] cache row of each row; None, which xla takes: row b reads cache row b
 
 
 class Operands(NamedTuple):
