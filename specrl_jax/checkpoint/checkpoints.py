@@ -6,8 +6,8 @@ bit in an array or in the JSON item silently, and most other damage raises a bar
 checksums of a step's files are written just before the rename, and are compared before Orbax reads
 anything.
 
-A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/` (JSON),
-`checksums.json`, and `checksums/`, the empty item that writes it.
+A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/`
+(JSON), `checksums.json`, and `checksums/`, the empty item whose end writes them.
 """
 
 import contextlib
