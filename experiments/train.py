@@ -67,7 +67,7 @@ def _join() -> None:
 def main(config: Config, workdir: Path) -> int:
     preemption = Preemption() if DISTRIBUTED.value else None
     saves = preemption.note if preemption else None
-    with stops(functools.partial(_leave, workdir), saves), processes.ending_together():
+    with stops(functools.partial(_how_to_go_on, workdir), saves), processes.ending_together():
         use_persistent_cache()
         _join()
         complete = not train(config, workdir, functools.partial(_preempted, preemption),
@@ -92,13 +92,6 @@ def _preempted(preemption: Preemption | None) -> bool:
     preemption.running = True
     preemption.asked = processes.any_of("who stops", preemption.asked)
     return preemption.asked
-
-
-def _leave(workdir: Path) -> str:
-    """Lets the other processes end, too; returns how to go on."""
-    line = _how_to_go_on(workdir)
-    processes.announce(line)
-    return line
 
 
 def _how_to_go_on(workdir: Path) -> str:

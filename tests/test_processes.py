@@ -47,7 +47,7 @@ def test_processes_choose_prompts_and_baselines_as_one_does(tmp_path: Path) -> N
     run_two(tmp_path / "two", *flags)
     run_training(tmp_path / "one", *flags, devices=2)
     assert_same_runs(tmp_path / "one", tmp_path / "two", 3,
-                     ("actor", "optimizer", "history", "prompts"))
+                     ("actor", "optimizer", "responses", "prompts"))
     assert max(row["rollout/batches"] for row in read_metrics(tmp_path / "two")) > 1
 
 
@@ -81,28 +81,47 @@ def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
     assert all(f"stopped; checkpoint {saved} is good" in text for text in told)
 
 
-@pytest.mark.parametrize("index, whom", [
-    (0, "process 1 to connect to 127.0.0.1"), (1, "process 0, which does not answer at 127.0.0.1")])
-def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> None:
-    program = ("from specrl_jax.io import processes; processes.SAY_AFTER = 0.3; "
-               f"processes.join('127.0.0.1:{free_port()}', 2, {index}, patience=1.0)")
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_says_that_it_waits_and_ends(index: int) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    program = ("from specrl_jax.runtime import processes; processes.SAY_AFTER = 0.3; "
+               f"processes.join('{address}', 2, {index}, patience=1.0)")
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
                              capture_output=True, timeout=HANGS)
-    said = process.stderr.splitlines()
-    assert process.returncode == 2 and len(said) == 2, process.stderr
-    assert said[0].startswith(f"waiting for {whom}")
-    assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
+    others = f"the other processes of --coordinator={address}"
+    assert process.returncode == 2
+    assert process.stderr.splitlines() == [
+        f"waiting for {others}", f"error: --distributed: {others} did not come within 1 s; start "
+        "all processes with the same --coordinator and --processes"]
 
 
-def test_no_thread_is_left_when_a_process_ends() -> None:
-    """Python aborts where one is in C++. What is registered first is called last."""
-    program = ("import atexit, threading; atexit.register(lambda: print(threading.enumerate())); "
-               "from specrl_jax.io import processes; processes.POLL = 3600.0; "
-               f"processes.join('127.0.0.1:{free_port()}', 1, 0)")
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
-                             capture_output=True, timeout=HANGS)
-    assert process.returncode == 0 and process.stdout.count("Thread") == 2, process  # one, main
-    assert process.stdout.startswith("[<_MainThread(MainThread")
+SHARES = """
+from specrl_jax.runtime import processes
+processes.join('127.0.0.1:{}', 2, {})
+import jax
+mine = jax.process_index()
+for length in (1, 70_000, 0, 200_000):
+    values = processes.share("test", {{"text": str(mine) * (length + mine)}})
+    assert values == [{{"text": str(i) * (length + i)}} for i in range(2)], length
+assert processes.any_of("test", mine == 1) and not processes.any_of("test", False)
+print("shared", flush=True)
+with processes.ending_together():
+    if mine == 1:
+        raise processes.ConfigError("no\\nroom")
+    processes.share("test", {{}})
+"""
+
+
+@pytest.mark.ci
+def test_processes_share_values_of_any_length_and_lose_one_in_a_line() -> None:
+    port = free_port()
+    started = [subprocess.Popen([sys.executable, "-c", SHARES.format(port, index)], cwd=ROOT,
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+               for index in range(2)]
+    other, failing = ends(started)
+    assert [process.returncode for process in started] == [2, 2], other + failing
+    assert failing.splitlines()[-1] == "error: no room"
+    assert other.splitlines()[-1].startswith("error: another process ended or cannot be reached")
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "host:port", ""])
@@ -131,7 +150,7 @@ def test_processes_that_differ_end_in_a_line(
 @pytest.mark.ci
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_ends_soon_after_another_was_killed(killed: int) -> None:
-    program = ("from specrl_jax.io import processes; import time; processes.HEARTBEAT = 5; "
+    program = ("from specrl_jax.runtime import processes; import time; processes.HEARTBEAT = 5; "
                "processes.join('127.0.0.1:{}', 2, {}); print('joined', flush=True); "
                "time.sleep(3600)")
     port = free_port()

@@ -6,8 +6,8 @@ bit in an array or in the JSON item silently, and most other damage raises a bar
 checksums of a step's files are written just before the rename, and are compared before Orbax reads
 anything.
 
-A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/` (JSON)
-and `checksums.json`.
+A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/`
+(JSON), `checksums.json`, and `checksums/`, the empty item whose end writes them.
 """
 
 import contextlib
@@ -25,8 +25,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.checkpoint.orbax_setup import (
-    ChecksummedPath,
+    ChecksumSave,
     array_handler,
+    handlers,
     literal,
     quiet_orbax,
 )
@@ -114,16 +115,14 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._preserved, cleanup_tmp_directories=True,
-            enable_async_checkpointing=False, temporary_path_class=ChecksummedPath)
+            enable_async_checkpointing=False, atomicity_options=ocp.options.AtomicityOptions(
+                mode=ocp.options.AtomicityMode.ATOMIC_RENAME))
         with contextlib.ExitStack() as stack:
             self._failed = stack.enter_context(quiet_orbax())
-            handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
-            handlers.add("state", ocp.args.PyTreeSave, arrays)
-            handlers.add("state", ocp.args.PyTreeRestore, arrays)
             with writing(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
-                stack.enter_context(literal(self.directory)), handler_registry=handlers,
+                stack.enter_context(literal(self.directory)), handler_registry=handlers(),
                 options=options)
             stack.callback(self._manager.close)
             self._stack = stack.pop_all()
@@ -156,7 +155,8 @@ class Checkpoints:
         self._preserved.best = meta.get(BEST, {}).get("step", NONE)
         try:
             self._manager.save(step, force=True, args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
+                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note),
+                checksums=ChecksumSave()))
         except (OSError, ValueError) as error:
             self._failed()
             for left in self.directory.iterdir():  # makes room at once, not only on the next start

@@ -1,6 +1,5 @@
 """How this package uses Orbax: with checksums, quietly, below names of any kind."""
 
-import asyncio
 import contextlib
 import glob
 import logging
@@ -21,13 +20,39 @@ from specrl_jax.runtime.files import write_checksums
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
-class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A step's temporary directory, which gets its files' checksums before it is renamed."""
+class ChecksumHandler(ocp.CheckpointHandler):
+    """The last item of a step: writes the checksums of all others once they are complete.
 
-    async def finalize(self) -> None:
-        if self.get_final().name.isdecimal():
-            await asyncio.to_thread(write_checksums, Path(self.get()), UNCHECKED)
-        await super().finalize()
+    Orbax calls `finalize` in one process, item by item in the order of the registry, and renames
+    the step's directory only then. So a complete checkpoint has its checksums.
+    """
+
+    def save(self, directory: Any, args: "ChecksumSave") -> None:
+        """Writes nothing: the files are not complete yet."""
+
+    def restore(self, directory: Any, args: Any = None) -> None:
+        """Reads nothing: `damage` of runtime/files.py compares the checksums."""
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the checksums of the step that has the item `directory`."""
+        write_checksums(Path(directory).parent, UNCHECKED)
+
+
+@ocp.args.register_with_handler(ChecksumHandler, for_save=True)
+class ChecksumSave(ocp.args.CheckpointArgs):
+    """Asks for a step's checksums."""
+
+
+def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+    """Returns what writes and reads the items of a step, the checksums last."""
+    registry, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
+    registry.add("state", ocp.args.PyTreeSave, arrays)
+    registry.add("state", ocp.args.PyTreeRestore, arrays)
+    meta = ocp.JsonCheckpointHandler()
+    registry.add("meta", ocp.args.JsonSave, meta)
+    registry.add("meta", ocp.args.JsonRestore, meta)
+    registry.add("checksums", ChecksumSave, ChecksumHandler())
+    return registry
 
 
 @contextlib.contextmanager

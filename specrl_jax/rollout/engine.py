@@ -6,7 +6,6 @@ are done, on replicated arrays, so that every process decides alike.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,12 +22,13 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
-from specrl_jax.rollout.host_view import Forecast, HostView, Timer
+from specrl_jax.rollout.host_view import Forecast, HostView
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.rollout.state import Speculation
 from specrl_jax.runtime.compilation import Compiler, Name, Program, abstract
+from specrl_jax.runtime.step_timer import StepTimer
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
     Array,
@@ -220,7 +220,7 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(request)
-        timer, view = Timer(), HostView(self.shapes, request, self.layout.cells)
+        timer, view = StepTimer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
         control, known = speculation.control, speculation.acceptance
         force = UNFORCED if depth is None else np.asarray([depth, NOT_FORCED], np.int32)
@@ -277,8 +277,8 @@ class Engine:
             return seconds
         return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
-    def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord], timer: Timer,
-                known: Acceptance) -> Result:
+    def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord],
+                timer: StepTimer, known: Acceptance) -> Result:
         """Collects what was generated and what it cost."""
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
@@ -287,8 +287,8 @@ class Engine:
         return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
                       by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
                       calibration=judged, rule=self.decoder.rule,
-                      seconds=time.perf_counter() - timer.began,
-                      prefill_seconds=timer.seconds["prefill"])
+                      seconds=timer.total,
+                      prefill_seconds=timer["prefill"])
 
     def _fill_slots(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
                     request: RolloutRequest, view: HostView) -> RolloutState:

@@ -1,10 +1,6 @@
 """What the host knows of a rollout between launches, and what it expects."""
 
-import contextlib
 import dataclasses
-import time
-from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -55,20 +51,6 @@ class HostView:
             for name in {field.name for field in dataclasses.fields(LaunchRecord)} & set(
                 self.counters)}
         return LaunchRecord(batch=self.batch, seconds=seconds, last=bool(self.done.all()), **counts)
-
-
-class Timer:
-    """Sums the seconds of named blocks: `with timer("prefill"): ...`."""
-
-    def __init__(self) -> None:
-        self.began, self.seconds = time.perf_counter(), defaultdict[str, float](float)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.last = time.perf_counter() - started
-        self.seconds[name] += self.last
 
 
 class Forecast:

@@ -1,4 +1,4 @@
-"""Seconds of a step by phase."""
+"""Seconds of a step, or a rollout, by phase."""
 
 import collections
 import contextlib
@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 
 
 class StepTimer:
-    """Seconds of a step by phase: `with timer("rollout"): ...`. Phases of one name add up."""
+    """Seconds by phase: `with timer("rollout"): ...`. Phases of one name add up; `last` is the
+    latest one alone."""
 
     def __init__(self, phase: Callable[[str], None] = lambda name: None) -> None:
         """Args: phase, called with the name of each phase when it begins."""
         self._phase, self._began = phase, time.perf_counter()
+        self.last = 0.0
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
     @contextlib.contextmanager
@@ -19,7 +21,8 @@ class StepTimer:
         self._phase(name)
         began = time.perf_counter()
         yield
-        self._seconds[name] += time.perf_counter() - began
+        self.last = time.perf_counter() - began
+        self._seconds[name] += self.last
 
     def __getitem__(self, name: str) -> float:
         return self._seconds[name]

@@ -272,7 +272,7 @@ def test_a_kill_before_the_rename_leaves_the_last_one(saved):
         import os, sys
         import numpy as np
         import orbax.checkpoint as ocp
-        from specrl_jax.checkpoint.checkpoints import ChecksummedPath, Checkpoints
+        from specrl_jax.checkpoint.checkpoints import Checkpoints
 
         finalize = ocp.path.atomicity.AtomicRenameTemporaryPath.finalize
 

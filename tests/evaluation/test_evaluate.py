@@ -68,8 +68,8 @@ def test_answers_are_judged_without_their_stop_token_and_padding():
 def test_reward_failing_elsewhere_fails_the_same_way_here(monkeypatch):
     """So that all processes of a run save the steps before they end."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = {"found": [], "error": "reward 'x', example 3, answer 'y': judge is down"}
-    monkeypatch.setattr(processes, "share", lambda name, mine: [mine, told])
+    failed = {"values": [], "error": "reward 'x', example 3, answer 'y': judge is down"}
+    monkeypatch.setattr(processes, "share", lambda name, mine: [mine, failed])
     with pytest.raises(RewardError, match="^process 1: reward 'x', example 3, .*: judge is down$"):
         tally(2, 1, rollout(answer(0, 0, "0"), answer(10, 0, "1")))
 
