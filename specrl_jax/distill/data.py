@@ -55,7 +55,7 @@ class Sources(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Sequences of prompt and response; Q of them."""
+    """Q sequences of prompt and response."""
 
     tokens: list[np.ndarray]  # i32[length]
     first: np.ndarray  # i32[Q] index of the first response token, at least 1

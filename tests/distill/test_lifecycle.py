@@ -156,33 +156,28 @@ def named(injected: str) -> str:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fault", FAULTS)
-def test_drafter_that_nobody_published_is_repaired_before_it_drafts(
+def test_drafter_that_nobody_published_changes_no_token_and_is_repaired(
         fault: str, learning: Fixed) -> None:
-    """The last good version drafts at once, with the tokens of a run that had no fault."""
-    well, before = learning.generated(learning.drafter), learning.drafter
-    repaired, record = learning.verified(FAULTS[fault](learning))
+    """Unverified it only costs time: drafting stops at scores that are not finite. Verification
+    makes the last good version draft at once."""
+    before, expected, broken = learning.drafter, learning.undrafted(), fault == "not finite"
+    ill = FAULTS[fault](learning)
+    unverified = learning.generated(ill)
+    assert unverified.tokens == expected and (unverified.drafted == 0) == broken
+    assert unverified.drafter.published.enabled != broken
+    assert unverified.drafter.faults == before.faults + broken
+    if broken:
+        assert learning.trained(unverified.drafter)[0].published.enabled
+
+    repaired, record = learning.verified(ill)
     assert record["drafter/fault"] == named(fault) and named(fault) in learning.warnings.pop()
     assert (record["drafter/faults"], record["drafter/disabled"]) == (before.faults + 1, 0)
     assert repaired.published.weights is before.good.weights
     assert repaired.published.version == before.good.number
     drafted = learning.generated(repaired)
-    assert drafted.tokens == well.tokens == learning.undrafted()
-    assert drafted.accept_length == well.accept_length > 1.1
+    assert drafted.tokens == expected
+    assert drafted.accept_length == learning.generated(before).accept_length > 1.1
     assert "drafter/fault" not in learning.verified(repaired)[1] and not learning.warnings
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_drafter_that_is_not_verified_changes_no_token(fault: str, learning: Fixed) -> None:
-    """A rollout whose scores are not finite stops drafting; all later ones do not begin."""
-    drafted = learning.generated(FAULTS[fault](learning))
-    assert drafted.tokens == learning.undrafted()
-    broken = fault == "not finite"
-    assert (drafted.drafted == 0) == broken
-    assert drafted.drafter.published.enabled != broken
-    assert drafted.drafter.faults == learning.drafter.faults + broken
-    if broken:
-        assert learning.trained(drafted.drafter)[0].published.enabled
 
 
 def merged() -> Any:

@@ -22,7 +22,8 @@ from specrl_jax.metrics.progress import Progress
 from specrl_jax.runtime import step_timer
 from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.training.run import Run, run_steps
-from specrl_jax.training.state import TrainState, restore, to_save
+from specrl_jax.training.saving import restore, to_save
+from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 
 MODES = {"every_step": {"when": "interval"},
