@@ -90,10 +90,10 @@ def learning() -> Fixed:
     """A drafter that has learned enough for a probe to see that it no longer does."""
     fixed = begun(config("interval", updates=8, learning_rate=4e-3, batch=16, probe_tokens=8))
     state, earlier = fixed.state, None
-    for _ in range(12):
+    for _ in range(24):
         earlier = state.drafter.good
         state, _, _ = fixed.trainer.step(state)
-    assert state.drafter.good.number == 12 and not fixed.warnings
+    assert state.drafter.good.number == 24 and not fixed.warnings
     return fixed._replace(state=state, earlier=earlier)
 
 

@@ -56,9 +56,9 @@ def test_broken_drafter_is_reported_and_changes_no_token(monkeypatch, drafter, n
         return weights | {name: (weights[name] * factor).astype(np.float32)}
 
     def broken_too(arch, seed):  # of the small model; the actor has its tensors from elsewhere
-        found, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
-        return dataclasses.replace(found, read=lambda one: found.read(one) * np.float32(
-            factor if one == spoiled else 1))
+        tensors, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
+        return dataclasses.replace(tensors, read_part=lambda one, part: tensors.read_part(
+            one, part) * np.float32(factor if one == spoiled else 1))
 
     monkeypatch.setattr(eagle_model, "initialize", broken)
     monkeypatch.setattr(tiny, "random_tensors", broken_too)
