@@ -26,6 +26,7 @@ from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rl.advantage import group as group_advantages
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import InitialState
 from specrl_jax.runtime.paths import writing
 from specrl_jax.structs import Rollout
 
@@ -54,7 +55,7 @@ class Sources(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Sequences of prompt and response; Q of them."""
+    """Q sequences of prompt and response."""
 
     tokens: list[np.ndarray]  # i32[length]
     first: np.ndarray  # i32[Q] index of the first response token, at least 1
@@ -115,8 +116,8 @@ def gather(config: Config, actor: PublishedActor, sources: Sources, samples: int
                     held.tokens + training.tokens)
     judge.check_answers(config.reward.terms, every.examples)
     sampler, at_once = _sampler(config, actor.source, samples, len(every.tokens))
-    sampler.publish(actor.params, 0)
-    rolled = roll_out(sampler, every, at_once, directory, say)
+    initial = sampler.initial_state(actor.params)
+    rolled = roll_out(sampler, initial, every, at_once, directory, say)
     reward = judge.of_config(config.reward, say)
     scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
               for part in (training, held) if part.texts]
@@ -139,8 +140,8 @@ def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tupl
                    prompts=at_once, group=samples), at_once
 
 
-def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
-             say: Callable[[str], None]) -> dict[str, np.ndarray]:
+def roll_out(sampler: Sampler, state: InitialState, prompts: Prompts, at_once: int,
+             directory: Path, say: Callable[[str], None]) -> dict[str, np.ndarray]:
     """Samples every prompt in parts, which are stored in `directory` and generated only once.
 
     Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
@@ -150,10 +151,10 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
     batches, parts = prompt_batches(prompts, at_once), []
     paths = [directory / f"{number:05d}.npz" for number in range(len(batches))]
     if not all(path.exists() for path in paths):
-        sampler.compile(say)
+        sampler.compile(state.policy, state.drafter, say)
     for number, (batch, path) in enumerate(zip(batches, paths, strict=True)):
         if not path.exists():
-            rollout, result = sampler.generate(batch, STREAM, 0)
+            rollout, _, result = sampler.generate(batch, *state, STREAM, 0)
             first = rollout.occurrence == 0
             write_part(path, {name: getattr(rollout, name)[first] for name in FIELDS})
             tokens = int(rollout.length.sum())

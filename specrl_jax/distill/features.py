@@ -74,7 +74,8 @@ class FeatureRing:
                   "taps": (len(drafter.taps) * sizes.hidden, sizes.columns),
                   "hidden": (sizes.hidden, sizes.window)} | dict.fromkeys(
                       ("normalizer", "best", "entropy"), (sizes.window,))
-        types = dict.fromkeys(_INTS, np.int32) | dict.fromkeys(_ACTORS, dtype)
+        types: dict[str, DTypeLike] = {**dict.fromkeys(_INTS, np.int32),
+                                       **dict.fromkeys(_ACTORS, dtype)}
         self._rows = {name: (shapes.get(name, ()), np.dtype(types.get(name, np.float32)))
                       for name in (*_BATCH, *_TARGETS)}
         self._heads = ((heads, drafter.vocab_size, sizes.hidden), dtype)

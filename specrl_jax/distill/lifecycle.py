@@ -4,8 +4,8 @@
 trainer calls `before_rollout`, `collect`, `after_update` and `account` in every step. `make`
 chooses the class: `Lifecycle` if nothing has weights, `VerifiedLifecycle`, or `LearningLifecycle`.
 
-Only `before_rollout` compares weights: a fault that arose since they were published is found there.
-Drafts whose scores are not finite are found by the rollout itself (`switch_off`).
+`before_rollout` compares weights with the last good version. A rollout itself detects drafts whose
+scores are not finite, and the trainer then calls `switch_off`.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class Lifecycle:
                 experience: Experience, step: int) -> Step:
         """Reads a finished rollout while the policy that generated it is still published.
 
-        Uses up the features of `state`: no rollout may be rewarded again for it.
+        Uses up the features of `state`, see `Features`.
         """
         return state, {}
 

@@ -177,8 +177,8 @@ class DrafterTrainer:
             return False
         _, arrays, meta = checkpoint
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
-            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
-                              f"{ROLLOUTS}/; choose another --workdir")
+            raise ConfigError(f"{checkpoints.directory}: the draft vocabulary differs from the one "
+                              f"that {ROLLOUTS}/ gives; choose another --workdir")
         self.state = LearnerState(arrays[DRAFTER]["weights"], arrays["optimizer"])
         self.step_number = meta["step"]
         return True

@@ -51,8 +51,8 @@ def _prompt_and_response(row: Any, tokenizer: Tokenizer, data: DataConfig, where
     if isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
         asked, answer = messages(row, data.system), row["answer"]
     elif isinstance(chat, list):
-        found = conversation(chat, "texts", where, data.system)
-        *asked, last = found or [{"role": "", "content": ""}]
+        turns = conversation(chat, "texts", where, data.system)
+        *asked, last = turns or [{"role": "", "content": ""}]
         check(last["role"] == "assistant" and bool(asked), "texts", where, FORMS)
         answer = last["content"]
     else:

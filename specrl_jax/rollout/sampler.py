@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -71,7 +70,6 @@ class Sampler:
                                            warn=warn, tokenizer=tokenizer, wrap=wrap)
         self._cast = publisher(arch, mesh, self.engine.layout.dtype,
                                layers.are_scanned(sharding.platform(mesh)))
-        warn_of_broken(self.drafters.weights, warn)
         self._warn, self._tokenizer = warn, tokenizer
 
     @classmethod
@@ -314,13 +312,3 @@ def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
     """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
     return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
                               architecture.is_param)
-
-
-def warn_of_broken(weights: tuple[DrafterParams, ...], warn: Callable[[str], None]) -> None:
-    """Warns of drafter weights that are not finite; such a drafter proposes nothing."""
-    leaves = jax.tree_util.tree_leaves_with_path(weights)
-    broken = [jax.tree_util.keystr(path[1:]) for path, leaf in leaves
-              if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all()]
-    if broken:
-        warn(f"speculation is off: the drafter's {', '.join(broken)} are not finite; train it "
-             "again, or choose another spec.drafter")

@@ -66,14 +66,16 @@ def test_ring_keeps_the_newest_rollouts_whole(options, rollouts, numbers, versio
     assert all((features.heads[features.versions == v] == v).all() for v in versions if v != EMPTY)
 
 
-def test_empty_features_stay_empty_whatever_is_added():
+@pytest.mark.parametrize("before, numbers", [([], []), ([(1, 3)], [100, 101, 102])])
+def test_features_stay_as_they_are_while_others_are_added_to_free_rows(before, numbers):
     """As a state before RL that is used again because a reward failed."""
-    made, options = ring(), (np.random.default_rng(0), 4, 2)
-    empty = made.empty()
-    once = draw(fill(made, (1, 6), start=empty), *options)[0].reward
-    assert stored(empty) == [] and empty.next == 0
-    again = draw(fill(made, (1, 6), start=empty), np.random.default_rng(0), 4, 2)[0].reward
-    np.testing.assert_array_equal(again, once)
+    made = ring()
+    features, drawn = fill(made, *before), []
+    for _ in range(2):
+        added = fill(made, (1, 6), start=features)
+        drawn.append(draw(added, np.random.default_rng(0), 4, 2)[0].reward)
+        assert stored(features) == numbers and features.next == len(numbers)
+    np.testing.assert_array_equal(*drawn)
 
 
 @pytest.mark.parametrize("megabytes, rows", [(1, 43), (2, 87), (3, 100)])

@@ -342,10 +342,9 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
     _, held = drafter_data.load_prompts(config, TOKENIZER, 0, "test", 2, print)
     sampler = Sampler(config, TINY, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=2,
                       group=2)
-    sampler.publish(describe_source("random:tiny").params(), 0)
-    sampler.compile()
+    state = sampler.initial_state(describe_source("random:tiny").params())
     ids = np.asarray([held.examples[i]["id"] for i in range(2)])
-    _, result = sampler.generate(PromptBatch(held.tokens, ids, ids * 0), "train", 0)
+    *_, result = sampler.generate(PromptBatch(held.tokens, ids, ids * 0), *state, "train")
     taken = result.counters["committed"] / result.counters["row_rounds"]
     replayed = read_metrics(whole)[-1]["eval/accept_length/2"]
     assert taken == pytest.approx(replayed) and taken > 1.05

@@ -26,11 +26,13 @@ def generate(drafter, dtype="float32"):
         model__dtype=dtype, draft__model="random:tiny"), []
     sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
                       warn=warnings.append, tokenizer=byte_tokenizer())
-    sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
-    sampler.compile()
+    policy, published, speculation = sampler.initial_state(
+        Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params())
     ids = np.arange(4)
-    rollout, first = sampler.generate(PromptBatch([[5, 9]] * 4, ids, ids * 0), "train", 0)
-    _, second = sampler.generate(PromptBatch([[5, 9]] * 4, ids, ids * 0), "train", 1)
+    batch = PromptBatch([[5, 9]] * 4, ids, ids * 0)
+    rollout, speculation, first = sampler.generate(batch, policy, published, speculation, "train")
+    published = published.replace(enabled=not first.counters["broken"])  # as a run does
+    _, _, second = sampler.generate(batch, policy, published, speculation, "train", 1)
     said = [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.length, strict=True)]
     return said, first.counters, second.counters, warnings
 
@@ -40,12 +42,8 @@ sound = functools.cache(generate)
 
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge", "draft_model"])
-@pytest.mark.parametrize("name, factor, warning", [
-    ("fc", np.nan, "speculation is off: the drafter's"),
-    ("final_norm", 3e38, "speculation is off: scores of drafter version 0 are not finite; train "
-                         "it again, or choose another spec.drafter")])
-def test_broken_drafter_is_named_and_changes_no_token(
-        monkeypatch, drafter, name, factor, warning):
+@pytest.mark.parametrize("name, factor", [("fc", np.nan), ("final_norm", 3e38)])
+def test_broken_drafter_is_reported_and_changes_no_token(monkeypatch, drafter, name, factor):
     plain, *_, quiet = sound("off")
     drafted, counters, after, warnings = sound(drafter)
     assert drafted == plain and counters["drafted"] > 0 and after["drafted"] > 0
@@ -58,14 +56,15 @@ def test_broken_drafter_is_named_and_changes_no_token(
         return weights | {name: (weights[name] * factor).astype(np.float32)}
 
     def broken_too(arch, seed):  # of the small model; the actor has its tensors from elsewhere
-        found, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
-        return dataclasses.replace(found, read=lambda one: found.read(one) * np.float32(
-            factor if one == spoiled else 1))
+        tensors, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
+        return dataclasses.replace(tensors, read_part=lambda one, part: tensors.read_part(
+            one, part) * np.float32(factor if one == spoiled else 1))
 
     monkeypatch.setattr(eagle_model, "initialize", broken)
     monkeypatch.setattr(tiny, "random_tensors", broken_too)
     tokens, counters, after, warnings = generate(drafter)
-    assert tokens == plain and counters["broken"] > 0 and any(warning in w for w in warnings)
+    assert tokens == plain and counters["broken"] > 0
+    assert any("drafter version 0 are not finite" in warning for warning in warnings)
     assert counters["drafted"] == 0 or drafter == "merge"  # whose history drafts on
     assert after["drafted"] == after["broken"] == 0
 
