@@ -16,8 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
-from specrl_jax.draft.network import KV, Growth, Network
-from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, taps_as_features
+from specrl_jax.draft.network import KV, Growth
+from specrl_jax.draft.protocol import (
+    Drafter,
+    DraftRequest,
+    Project,
+    RolloutInfo,
+    taps_as_features,
+)
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
@@ -38,9 +44,7 @@ from specrl_jax.structs import (
     Params,
     Path,
     PyTree,
-    Sampling,
     SlotFill,
-    SpecConfig,
     Verdict,
     carrier,
 )
@@ -217,22 +221,23 @@ def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verd
     return state.replace(features=extend(state.features, frontier.context, path.taps))
 
 
-def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
-             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, CachedState]:
+def _propose(growth: Growth, params: DrafterParams, state: CachedState, request: DraftRequest
+             ) -> tuple[DraftTree, CachedState]:
     """Returns the network's likeliest trees, or roots alone where no draft is planned.
 
     What ends a loop or selects a branch is reduced over all data shards first.
     """
+    frontier = request.frontier
     if straight_line():
         cache = _read(growth, params, state, frontier, 1)
-        return grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive
-                    ), state.replace(cache=cache)
-    wanted = (spec.depth > 0) & on_any_shard(frontier.live.any())
+        tree = grow(growth, params, cache.kv, cache.hidden.T, request)
+        return tree, state.replace(cache=cache)
+    wanted = (request.spec.depth > 0) & on_any_shard(frontier.live.any())
     chunks = jnp.where(wanted, _unread_chunks(growth, state, frontier), 0)
     cache = _read(growth, params, state, frontier, chunks)
     tree = jax.lax.cond(
         wanted,
-        lambda: grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive),
+        lambda: grow(growth, params, cache.kv, cache.hidden.T, request),
         lambda: roots(frontier.root, frontier.live, growth.nodes).replace(
             proposal=no_proposal(growth, params, frontier.root.shape[0])))
     return tree, state.replace(cache=cache)
@@ -262,16 +267,21 @@ def _target(growth: Growth, frontier: Frontier) -> Array:
 def _read(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
           chunks: Array | int) -> NetworkCache:
     """Returns the cache after processing up to `chunks` chunks of committed tokens."""
-    step = functools.partial(_read_chunk, growth.network, chunk_of(growth.depth), params,
-                             state.tokens, state.features, _target(growth, frontier))
+    target = _target(growth, frontier)
+
+    def read(_: Any, cache: NetworkCache) -> NetworkCache:
+        return _read_chunk(growth, params, state.replace(cache=cache), target)
+
     if isinstance(chunks, int):
-        return step(state.cache)
-    return jax.lax.fori_loop(0, chunks, lambda _, cache: step(cache), state.cache)
+        return read(0, state.cache)
+    return jax.lax.fori_loop(0, chunks, read, state.cache)
 
 
-def _read_chunk(network: Network, chunk: int, params: DrafterParams, tokens: Array,
-                features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
-    """Processes up to `chunk` positions of each row, none at or beyond target i32[B]."""
+def _read_chunk(growth: Growth, params: DrafterParams, state: CachedState, target: Array
+                ) -> NetworkCache:
+    """Processes one chunk of positions of each row, none at or beyond target i32[B]."""
+    network, chunk = growth.network, chunk_of(growth.depth)
+    cache, tokens, features = state.cache, state.tokens, state.features
     batch = target.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     step = jnp.arange(chunk, dtype=jnp.int32)[None]

@@ -14,7 +14,7 @@ from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.draft.children import likeliest_children
 from specrl_jax.draft.network import KV, Growth
-from specrl_jax.draft.protocol import Survive
+from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.sharding import straight_line
 from specrl_jax.structs import (
@@ -24,7 +24,6 @@ from specrl_jax.structs import (
     Frontier,
     Proposal,
     Sampling,
-    SpecConfig,
     TreeNodes,
 )
 
@@ -58,15 +57,12 @@ class _Round:
     growth: Growth
     params: DrafterParams
     cache: KV  # the network's keys and values of all positions before the root
-    frontier: Frontier
-    rows: Sampling
-    spec: SpecConfig
-    survive: Survive
+    request: DraftRequest
 
     @property
     def last(self) -> Array:
         """i32[B] the last processed position."""
-        return jnp.maximum(self.frontier.context - self.growth.network.ahead, 0)
+        return jnp.maximum(self.request.frontier.context - self.growth.network.ahead, 0)
 
 
 def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
@@ -84,15 +80,15 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
     return out.transpose(1, 2, 0).reshape(q.shape)
 
 
-def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, frontier: Frontier,
-         rows: Sampling, spec: SpecConfig, survive: Survive) -> DraftTree:
+def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, request: DraftRequest
+         ) -> DraftTree:
     """Grows one round's trees.
 
     Args:
       cache: keys and values of all positions before the root.
       hidden: f[F, B] the network's output at the last of them.
     """
-    r = _Round(growth, params, cache, frontier, rows, spec, survive)
+    r, frontier, spec = _Round(growth, params, cache, request), request.frontier, request.spec
     none = jnp.zeros((frontier.root.shape[0], 1), jnp.int32)
     reads = frontier.live & (frontier.context >= growth.network.ahead)
     grown, front = _expand(r, None, LevelNodes(
@@ -114,7 +110,7 @@ def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, fronti
 def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
             ) -> tuple[Grown, LevelNodes]:
     """Adds the candidates below a level and the distributions that they were drawn from."""
-    front = front.replace(live=front.live & (depth <= r.spec.depth))
+    front = front.replace(live=front.live & (depth <= r.request.spec.depth))
     found, logq = _candidates(r, front, depth)
     grown, width = grown or _nothing(r.growth, found, logq), front.live.shape[1]
     room = ((0, 0), (0, grown.levels.live.shape[2] - found.live.shape[1]))
@@ -123,12 +119,13 @@ def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
     gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     grown = grown.replace(levels=levels, broken=grown.broken | (front.live & jnp.isnan(gap)).any(1))
     if grown.index is not None and grown.logq is not None and logq is not None:
-        draws = front.live & (r.rows.temperature > 0)[:, None]  # greedy rows draw nothing
+        # Greedy rows draw nothing.
+        draws = front.live & (r.request.sampling.temperature > 0)[:, None]
         at = (slice(None), depth - 1, slice(width))
         grown = grown.replace(
             index=grown.index.at[at].set(front.index),
             logq=grown.logq.at[at].set(jnp.where(draws[..., None], logq, -jnp.inf)))
-    return grown, _next_level(r.growth, found, front, r.rows, depth)
+    return grown, _next_level(r.growth, found, front, r.request.sampling, depth)
 
 
 def _nothing(growth: Growth, like: TreeNodes, logq: Array | None) -> Grown:
@@ -208,11 +205,11 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
     """
     growth, network = r.growth, r.growth.network
     children, logq = likeliest_children(
-        growth, network.logits(r.params, front.hidden), network.vocab(r.params), r.rows,
-        r.frontier.generated + depth - 1)
+        growth, network.logits(r.params, front.hidden), network.vocab(r.params), r.request.sampling,
+        r.request.frontier.generated + depth - 1)
     shape = children.token.shape
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], shape)
-    planned = rank < r.spec.branch
+    planned = rank < r.request.spec.branch
     if growth.drawn:
         draft_prob = (1 - _RANK_DECAY) * jnp.float32(_RANK_DECAY) ** rank
     elif growth.children == "perturbed":
@@ -225,7 +222,7 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
     found = TreeNodes(tokens=children.token, parent=parent, depth=level, rank=rank, origin=origin,
                       logq=children.logq, draft_prob=draft_prob,
-                      survival=r.survive(above, draft_prob, level, origin),
+                      survival=r.request.survive(above, draft_prob, level, origin),
                       score_gap=children.score[..., :1] - children.score,
                       live=front.live[..., None] & planned & jnp.isfinite(children.score))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq

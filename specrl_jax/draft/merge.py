@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import check
-from specrl_jax.draft.protocol import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.tree import map_nodes, roots
 from specrl_jax.sharding import either, straight_line
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import Array, DraftTree
 
 
 def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
@@ -52,12 +52,12 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: tuple,
-             frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
-             ) -> tuple[DraftTree, tuple]:
+             request: DraftRequest) -> tuple[DraftTree, tuple]:
+    frontier, spec = request.frontier, request.spec
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(depth=jnp.where(spec.mix[i] > 0, spec.depth, 0))
-        tree, state = drafter.propose(own, state, frontier, rows, used, survive)
+        tree, state = drafter.propose(own, state, request.replace(spec=used))
         inner = jnp.arange(tree.live.shape[1]) > 0
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))

@@ -7,5 +7,5 @@ from specrl_jax.draft.tree import roots
 def off() -> Drafter:
     """Returns the drafter that never drafts."""
     return Drafter(nodes=1, depth=0, branch=1, names=(),
-                   propose=lambda params, state, frontier, rows, spec, survive: (
-                       roots(frontier.root, frontier.live, 1), state))
+                   propose=lambda params, state, request: (
+                       roots(request.frontier.root, request.frontier.live, 1), state))

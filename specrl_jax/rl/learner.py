@@ -6,7 +6,7 @@ rows are packed changes anything. Losses see each token of each sequence, [T], w
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,23 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.logprobs import row_logprobs
+from specrl_jax.rl.losses import SequenceLogprobs
 from specrl_jax.rl.optimizer import learning_rate, make_optimizer
 from specrl_jax.structs import Array, PyTree
 
 LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
+
+
+class OtherPolicies(NamedTuple):
+    """Log-probabilities f32[b, R] of a micro-batch under policies other than the learner's.
+
+    See `update`; None leaves a policy out.
+    """
+
+    old: Array | None
+    reference: tuple[Array, Array] | None
+    teacher: Array | None
 
 
 class LearnerState(struct.PyTreeNode):
@@ -108,10 +120,11 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
       one, which leave out rows without an advantage (see `make_batch`); logprob_gap_tokens is
       their token count.
     """
+    others = OtherPolicies(old, reference, teacher)
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
         return micro_loss(arch, config, totals, lora.attach(config.learner, base, params),
-                          *_micro_batch((batch, old, reference, teacher), i))
+                          *_micro_batch((batch, others), i))
 
     def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
@@ -187,12 +200,11 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
-               old: Array | None, reference: tuple[Array, Array] | None,
-               teacher: Array | None = None) -> tuple[Array, dict[str, Array]]:
+               others: OtherPolicies) -> tuple[Array, dict[str, Array]]:
     """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
     the metrics of `losses.sequence_terms` and `gap_sums`.
 
-    A teacher adds `rl.teacher_weight (log p_teacher - log p_acted)` to each token's advantage. Its
+    A teacher adds `rl.teacher_weight (log p_teacher - log p_old)` to each token's advantage. Its
     mean is minus KL(policy || teacher) at that token: on-policy distillation as in GKD,
     arXiv:2306.13649, with the reverse KL and lambda 1.
     """
@@ -200,21 +212,21 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     _, loss, correction = algorithm.resolve(rl)
     logprob, entropy = response_logprobs(arch, config, params, batch)
     here = jax.lax.stop_gradient(logprob)
-    initial = None if reference is None else here + (reference[0] - reference[1])
+    initial = None
+    if others.reference is not None:
+        initial = here + (others.reference[0] - others.reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-    acted = here if old is None else old
-    per_token = (logprob, acted, batch.rollout_logprob,
-                 entropy if rl.entropy else jax.lax.stop_gradient(entropy), initial,
-                 None if teacher is None else teacher - acted)
+    old = here if others.old is None else others.old
+    per_token = (SequenceLogprobs(logprob, old, batch.rollout_logprob, initial),
+                 entropy if rl.entropy else jax.lax.stop_gradient(entropy),
+                 None if others.teacher is None else others.teacher - old)
 
-    def sequence_loss(mask: Array, advantage: Array, logprob: Array, old: Array,
-                      rollout_logprob: Array, entropy: Array, reference: Array | None,
+    def sequence_loss(mask: Array, advantage: Array, logprobs: SequenceLogprobs, entropy: Array,
                       above: Array | None) -> tuple[Array, dict[str, Array]]:
         if above is not None:
             advantage = advantage + rl.teacher_weight * above
         terms, metrics = losses.sequence_terms(
-            loss=loss, correction=correction, logprob=logprob, old_logprob=old,
-            rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
+            loss=loss, correction=correction, logprobs=logprobs, advantage=advantage, mask=mask,
             rl=rl)
         entropy = jnp.where(mask, entropy, 0.0)
         if rl.entropy:
@@ -228,8 +240,8 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
         return (weights * terms).sum(), metrics
 
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(
-        mask, batch.advantage, *(jax.tree.map(lambda a: by_sequence(a, batch, buffer), a)
-                                 for a in per_token))
+        mask, batch.advantage,
+        *jax.tree.map(lambda a: by_sequence(a, batch, buffer), per_token))
     sums = {name: m.sum() for name, m in metrics.items()}
     return values.sum(), sums | gap_sums(logprob, batch) | {
         "policy/ratio_max": metrics["policy/ratio_mean"].max()}

@@ -14,6 +14,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.protocol import Outcome, prune_within
+from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import LayerKV, Packing
@@ -46,8 +47,8 @@ def draft(decoder: Decoder, weights: Weights, state: RolloutState, planned: Roun
     """Proposes a tree for the live rows."""
     frontier, spec = planned.frontier, planned.plan.spec
     tree, drafter_state = decoder.drafter.propose(
-        weights.drafter, state.draft, frontier, planned.rows, spec,
-        functools.partial(acceptance.survive, state.estimate))
+        weights.drafter, state.draft, DraftRequest(
+            frontier, planned.rows, spec, functools.partial(acceptance.survive, state.estimate)))
     broken = (frontier.live & tree.broken).sum(dtype=jnp.int32)
     counters = state.counters
     counters = counters.replace(broken=counters.broken + broken,
