@@ -99,7 +99,7 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     del mask
     _check_tokens(logprob, old_logprob, advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
-    weight = jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
 
 
