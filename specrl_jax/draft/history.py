@@ -133,7 +133,7 @@ def _suffix(state: History, frontier: Frontier, seq: Array, prompt: Array, match
 
 
 def _match_lengths(corpus: Array, suffix: Array) -> Array:
-    """Returns i32[B, C]: how many tokens that end at each place of the corpus equal the suffix."""
+    """Returns i32[B, C]: the length of the suffix that matches up to each corpus position."""
     width = suffix.shape[1]
     padded = jnp.pad(corpus, ((0, 0), (width, 0)), constant_values=_SEPARATOR)
     length, running = jnp.zeros_like(corpus), jnp.ones(corpus.shape, bool)

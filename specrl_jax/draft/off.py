@@ -1,4 +1,4 @@
-"""No drafter: trees of one node, so that the program is that of plain decoding."""
+"""No drafter: trees of one node, so the program is plain decoding."""
 
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots

@@ -7,7 +7,7 @@ drafter without memory needs nothing else, see `tree.chain`. The order of calls 
     init                       host, when a rollout begins
     copy_prompt, prefill       when slots are filled
     catch_up                   before rounds that draft, once
-    propose                    before each of them
+    propose                    before each drafted round
     observe                    after every round's verification
     select_rows                when the batch shrinks
 

@@ -24,7 +24,7 @@ def roots(root: Array, live: Array, nodes: int) -> DraftTree:
 
 
 def map_nodes(function: Callable[..., Array], tree: DraftTree, *others: TreeNodes) -> DraftTree:
-    """Applies a function to each [B, N] field of trees; the other fields are those of `tree`."""
+    """Applies a function to each [B, N] field of trees; the other fields come from `tree`."""
     return tree.replace(**{name: function(*(getattr(t, name) for t in (tree, *others)))
                            for name in NODE_FIELDS})
 

@@ -266,8 +266,8 @@ class StackedKV(struct.PyTreeNode):
     def _map(self, write: Callable[[Array, Array, int], Array], k: Array, v: Array) -> "StackedKV":
         """Returns write(array, new, axis of its slots) of both, with new [p, L, G, E, n] as given.
         """
-        lies, axis = (v, 4) if self.transposed else (v.swapaxes(3, 4), 3)
-        return self.replace(k=write(self.k, k, 4), v=write(self.v, lies, axis))
+        v, axis = (v, 4) if self.transposed else (v.swapaxes(3, 4), 3)
+        return self.replace(k=write(self.k, k, 4), v=write(self.v, v, axis))
 
 
 def _over_rows(source: Array, whole: Array, block: Callable[[Array, Array], Array]) -> Array:

@@ -1,8 +1,8 @@
 """The policy update: one compiled program that does not depend on speculation.
 
-A batch's sequences lie in micro-batches [n, b, ...]. Gradients are summed over them with weights
-whose denominators are those of the whole batch, so that neither the size of a micro-batch nor how
-rows are packed changes anything. Losses see each token of each sequence, [T], whatever the packing.
+A batch is split into micro-batches [n, b, ...]. Gradients are summed over them with weights whose
+denominators cover the whole batch, so neither the size of a micro-batch nor the packing of rows
+changes the update. Losses see each sequence by token, [T], whatever the packing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def response_logprobs(arch: Architecture, config: Config, params: Params, batch:
     """Returns log-probability and entropy, f32[b, R] each, of the response tokens of one
     micro-batch with fields [b, ...], at its temperature and without truncation.
 
-    Layers and the head's products run in model.dtype, as those of the rollout do.
+    Layers and head run in model.dtype, as in the rollout.
     """
     hidden, _, _ = transformer.hidden_states(
         arch, transformer.in_dtype(params, config.model.dtype), batch.tokens, batch.position,
@@ -90,8 +90,8 @@ def sequence_kl(config: Config, batch: Batch, logprob: Array, reference: Array) 
 
     def one(batch: Batch, logprob: Array, reference: Array) -> Array:
         mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-        found = jax.vmap(lambda a, b: estimate(logprob=a, reference=b))(logprob, reference)
-        return jnp.where(mask, by_sequence(found, batch, buffer), 0).sum(-1)
+        values = jax.vmap(lambda a, b: estimate(logprob=a, reference=b))(logprob, reference)
+        return jnp.where(mask, by_sequence(values, batch, buffer), 0).sum(-1)
 
     return jax.vmap(one)(batch, logprob, reference)
 
@@ -132,11 +132,11 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
         metrics = {name: (jnp.maximum if name in LARGEST else jnp.add)(total_metrics[name], m)
                    for name, m in metrics.items()}
         return (total_value + value, metrics,
-                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, config.learner, grads)))
+                jax.tree.map(jnp.add, total_grads, split_like_moments(arch, config.learner, grads)))
 
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
-    zeros = *zeros[:2], lie_like_moments(arch, config.learner, zeros[2])
+    zeros = *zeros[:2], split_like_moments(arch, config.learner, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
     rate = learning_rate(config.learner, state.optimizer)
     if config.learner.optimizer_offload:
@@ -146,7 +146,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
                                    "learning_rate": rate}
 
 
-def lie_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
+def split_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
     """Returns a tree like the parameters, split over devices as the optimiser's moments are."""
     described = lora.trained(arch, options, layers.is_stacked(tree))
     return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
@@ -181,8 +181,8 @@ def over_steps(steps: Sequence[Mapping[str, float]], last: int) -> dict[str, flo
 def _means(sums: dict[str, Array]) -> dict[str, Array]:
     """Returns means over tokens from sums over tokens."""
     tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
-    kept = (*LARGEST, "logprob_gap_tokens")
-    return {name: m if name in kept else m / tokens for name, m in sums.items()}
+    totals = (*LARGEST, "logprob_gap_tokens")
+    return {name: m if name in totals else m / tokens for name, m in sums.items()}
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
