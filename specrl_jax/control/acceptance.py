@@ -1,8 +1,8 @@
-"""How likely a draft node is to be accepted, calibrated online.
+"""The survival of draft nodes, their cumulative acceptance probability, calibrated online.
 
-`survival(child) = survival(parent) * c`. The drafter guesses c; learned is how often nodes with
-such a guess, depth and drafter were the actor's own draw. A node counts only if it was verified and
-its parent is on the accepted path, so its outcome is known whatever was chosen to be verified.
+`survival(child) = survival(parent) * c`. The drafter guesses c; the estimate learns how often nodes
+of such a guess, depth and drafter were the actor's own draw. Only verified nodes whose parent is on
+the accepted path count, so the choice of the verified nodes does not bias the estimate.
 """
 
 import jax
@@ -57,8 +57,8 @@ def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
 def survive(
     estimate: Array, parent: Array, draft_prob: Array, depth: Array, origin: Array
 ) -> Array:
-    """Returns the survival of nodes whose siblings lie along the last axis; siblings' survival sums
-    to the parent's at most.
+    """Returns the survival of nodes, siblings along the last axis. The sum over siblings is at most
+    their parent's survival.
 
     Args:
       estimate: `table`.

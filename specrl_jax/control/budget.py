@@ -180,11 +180,11 @@ def rounds_to_look(idle: Array, cost: Array, growth: Array) -> Array:
 
 def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: Sequence[Bucket]
          ) -> tuple[Array, Array]:
-    """Keeps the likeliest nodes that fill the bucket which is worth most.
+    """Selects the likeliest nodes that fill the most valuable bucket.
 
     Args:
       weight: f32[B] of rows, 0 where they are not live.
-      trusted: f32[] accepted tokens for each that survival promises.
+      trusted: f32[] accepted tokens per token that survival predicts.
       price: f32[buckets] of each bucket, in tokens of a row of weight 1.
 
     Returns:

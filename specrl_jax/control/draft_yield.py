@@ -34,7 +34,7 @@ def prior(depth: int) -> DraftYield:
 
 
 def calibration_ratio(yields: DraftYield) -> Array:
-    """Returns f32[] accepted tokens for each that survival promises."""
+    """Returns f32[] accepted tokens per token that survival predicts."""
     return (yields.accepted + TRUST_PRIOR) / (yields.expected + TRUST_PRIOR)
 
 
