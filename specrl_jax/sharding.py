@@ -138,7 +138,7 @@ def on_any_shard(flag: jax.Array) -> jax.Array:
 def largest(value: jax.Array) -> jax.Array:
     """Returns the largest `value` of all data shards; outside of shard_map, the value.
 
-    It may end loops that hold collectives over `tensor`, as `on_any_shard` says.
+    It may end loops that hold collectives over `tensor`, see `on_any_shard`.
     """
     manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
     return jax.lax.pmax(value, manual) if manual else value
@@ -158,7 +158,7 @@ def in_tensor_parts(function: Callable[..., T], size: int, in_specs: PyTree, out
     """Returns `function` of global arrays, run by each device of `tensor` on its own parts.
 
     A kernel, which the partitioner cannot divide, runs, and nothing is gathered that the function
-    does not gather itself. It must run alike on all data shards, as `on_any_shard` says.
+    does not gather itself. It must run alike on all data shards, see `on_any_shard`.
 
     Args:
       function: called as function(axis, *args): axis is "tensor" where that splits what the specs
@@ -227,34 +227,34 @@ def shardings(described: PyTree, rules: Rules, mesh: Mesh,
 def replicated_axes(described: PyTree, rules: Rules, mesh: Mesh,
                     is_leaf: Callable[[PyTree], bool]) -> set[str]:
     """Returns the logical axes that a mesh dimension should split but does not divide."""
-    found = set()
+    undivided = set()
     for param in jax.tree.leaves(described, is_leaf=is_leaf):
         for size, axis in zip(param.shape, param.axes, strict=True):
             name = rules.get(axis) if axis else None
             if name and size % _devices(mesh, name):
-                found.add(f"{axis} = {size} over {name} = {_devices(mesh, name)}")
-    return found
+                undivided.add(f"{axis} = {size} over {name} = {_devices(mesh, name)}")
+    return undivided
 
 
-def put(place: PyTree, value: PyTree) -> PyTree:
+def put(to: PyTree, value: PyTree) -> PyTree:
     """Makes global arrays of host values that every process holds whole.
 
     Args:
-      place: NamedSharding of all of `value`, or a tree of them that is a prefix of `value`.
+      to: a NamedSharding for all of `value`, or a tree of NamedShardings that is a prefix of it.
       value: host arrays; one call for many takes half the time of many calls.
     """
     arrays = jax.tree.map(np.asarray, value)
     if jax.process_count() == 1:
-        return jax.device_put(arrays, place)
-    return jax.tree.map(lambda to, part: jax.tree.map(
-        lambda a: jax.make_array_from_callback(a.shape, to, lambda index: a[index]), part),
-        place, arrays)
+        return jax.device_put(arrays, to)
+    return jax.tree.map(lambda sharding, part: jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index]), part),
+        to, arrays)
 
 
-def arguments(place: PyTree, value: PyTree) -> PyTree:
-    """Prepares small host arrays as arguments of a compiled program with shardings `place`.
+def arguments(to: PyTree, value: PyTree) -> PyTree:
+    """Prepares small host arrays as arguments of a compiled program with shardings `to`.
 
-    With one process the program places them itself, which saves the cost of `put`: as much as a
-    hundred operations of a launch.
+    With one process the program transfers them itself, which saves the cost of `put`: as much as
+    a hundred operations of a launch.
     """
-    return value if jax.process_count() == 1 else put(place, value)
+    return value if jax.process_count() == 1 else put(to, value)

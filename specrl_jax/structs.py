@@ -42,7 +42,7 @@ KVCache: TypeAlias = Any
 def carrier(kind: Callable[..., T], **fields: Any) -> T:
     """Returns a pytree of class `kind` whose fields are something other than device arrays.
 
-    So are numpy arrays until one `jax.device_put` places them, shapes, and partition specs.
+    Examples are numpy arrays before `jax.device_put`, shapes and partition specs.
     """
     return kind(**fields)
 
@@ -65,14 +65,14 @@ class Proposal(struct.PyTreeNode):
 
 
 class TreeNodes(struct.PyTreeNode):
-    """Nodes of draft trees. The shapes are those of a DraftTree; drafters also use others."""
+    """Nodes of draft trees, with the shapes of a DraftTree; drafters also use other shapes."""
 
     tokens: Array  # i32[B, N]
     parent: Array  # i32[B, N] index of the parent; 0 for the root
     depth: Array  # i32[B, N] edges from the root
     rank: Array  # i32[B, N] position among the siblings, best first
     origin: Array  # i32[B, N] index of the drafter that proposed the node
-    survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
+    survival: Array  # f32[B, N] estimated cumulative acceptance probability of the path
     logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent
     draft_prob: Array  # f32[B, N] the drafter's estimate that the draw at the parent is this token
     score_gap: Array  # f32[B, N] score of the best sibling minus the node's own
@@ -115,14 +115,14 @@ class Verdict(struct.PyTreeNode):
 
 
 class Cache(struct.PyTreeNode):
-    """Committed keys and values. What lies at and beyond `length` is garbage and never read."""
+    """Committed keys and values. Slots from `length` on hold garbage and are never read."""
 
     kv: KVCache
     length: Array  # i32[B] cached tokens: one less than the tokens of the row
 
 
 class Sampling(struct.PyTreeNode):
-    """The sampling parameters of each sequence, all traced. A round gathers those of its rows."""
+    """The sampling parameters of each sequence, all traced. A round gathers its rows' entries."""
 
     temperature: Array  # f32[Q] 0 is greedy
     top_p: Array  # f32[Q] 1 is off
@@ -149,7 +149,7 @@ class Counters(struct.PyTreeNode):
 
 
 class Sequences(struct.PyTreeNode):
-    """All sequences of one step, at fixed places: nothing moves when slots do."""
+    """All sequences of one step, at fixed indices: nothing moves when slots do."""
 
     tokens: Array  # i32[Q, T]
     logprob: Array  # f32[Q, T] see Verdict

@@ -123,7 +123,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     base = policy.abstract_base(config, arch, mesh)
     master = state.params if base is None else base
     actor = _published(arch, mesh, engine.layout.dtype, master)
-    own = abstract(drafters.weights, drafters.places(mesh))
+    own = abstract(drafters.weights, drafters.shardings(mesh))
     place, drafter_state = drafters.trainable, None
     check(config.distill.when == "off" or place is not None, "distill.when", config.distill.when,
           f"spec.drafter = {config.spec.drafter!r} has nothing that learns; choose eagle, or off")

@@ -17,7 +17,7 @@ from specrl_jax.draft.tree import roots
 from specrl_jax.rollout import round as one
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import ROW
-from specrl_jax.rollout.plan import Pruned, buckets_of, plan_round
+from specrl_jax.rollout.plan import Pruned, Weights, buckets_of, plan_round
 from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import PyTree, RolloutState
@@ -85,7 +85,7 @@ def _program(name: str, engine: Engine, function: Any, args: tuple[PyTree, ...])
 def _plain(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
            force: Any) -> RolloutState:
     decoder = engine.decoder
-    return one.plain_round(decoder, actor, bound, state,
+    return one.plain_round(decoder, Weights(actor, bound), state,
                            plan_round(decoder, state, waiting[0], force))
 
 
@@ -93,9 +93,10 @@ def _drafted(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, 
              force: Any) -> RolloutState:
     decoder = engine.decoder
     planned = plan_round(decoder, state, waiting[0], force)
-    state, tree = one.draft(decoder, bound, state, planned)
+    weights = Weights(actor, bound)
+    state, tree = one.draft(decoder, weights, state, planned)
     pruned = one.prune(decoder, state, planned, tree, force)
-    state, count = one.drafted_round(decoder, actor, bound, state, planned, pruned)
+    state, count = one.drafted_round(decoder, weights, state, planned, pruned)
     return one.observe(decoder, state, planned, pruned, count, jnp.int32(1))
 
 
@@ -106,4 +107,4 @@ def _verified(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState,
     tree = roots(planned.frontier.root, planned.frontier.live, decoder.drafter.nodes)
     largest = len(buckets_of(decoder, engine.shapes.batch)) - 1
     pruned = Pruned(tree=tree, live=jnp.ones_like(tree.live), bucket=jnp.int32(largest))
-    return one.drafted_round(decoder, actor, bound, state, planned, pruned)[0]
+    return one.drafted_round(decoder, Weights(actor, bound), state, planned, pruned)[0]

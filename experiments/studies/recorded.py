@@ -13,10 +13,10 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import at_least, check
-from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.draft.tree import chain
 from specrl_jax.prng import bits
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig, carrier
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, carrier
 
 WIDTH = 128  # of the square matrices whose products are a step's cost
 _KEY_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule never uses
@@ -58,13 +58,12 @@ def _init(info: RolloutInfo) -> np.ndarray:
 
 
 def _propose(depth: int, nodes: int, vocab: int, origin: int, params: ReplayParams, record: Array,
-             frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
-             ) -> tuple[DraftTree, Array]:
-    steps = jnp.where(frontier.live.any(), jnp.minimum(spec.depth, depth), 0)
-    tokens = _corrupted(record, depth, vocab, params, frontier, rows)
+             request: DraftRequest) -> tuple[DraftTree, Array]:
+    steps = jnp.where(request.frontier.live.any(), jnp.minimum(request.spec.depth, depth), 0)
+    tokens = _corrupted(record, depth, vocab, params, request.frontier, request.sampling)
     tokens = jnp.where(_worked(params.cost * steps), tokens, -1)
     draft_prob = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), tokens.shape)
-    return chain(tokens, draft_prob, frontier, spec, survive, nodes=nodes, origin=origin), record
+    return chain(tokens, draft_prob, request, nodes=nodes, origin=origin), record
 
 
 def _corrupted(record: Array, depth: int, vocab: int, params: ReplayParams, frontier: Frontier,

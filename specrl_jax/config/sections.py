@@ -75,7 +75,7 @@ class ControlConfig(Section, prefix="control"):
 
     policy: str = option("budget", "off, fixed, budget, respec, or package.module:name of a "
                                    "factory, see specrl_jax/control/registry.py")
-    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped",
+    min_survival: float = option(0.3, "fixed: least cumulative acceptance probability of a draft",
                                  within="[0, 1]")
     cost_updates: str = option("online", "online: the seconds of launches correct the table of "
                                          "costs; off: the table never changes, so that a run can "

@@ -1,8 +1,8 @@
-"""How likely a draft node is to be accepted, calibrated online.
+"""The survival of draft nodes, their cumulative acceptance probability, calibrated online.
 
-`survival(child) = survival(parent) * c`. The drafter guesses c; learned is how often nodes with
-such a guess, depth and drafter were the actor's own draw. A node counts only if it was verified and
-its parent lies on the accepted path, so its outcome is known whatever was chosen to be verified.
+`survival(child) = survival(parent) * c`. The drafter guesses c; the estimate learns how often nodes
+of such a guess, depth and drafter were the actor's own draw. Only verified nodes whose parent is on
+the accepted path count, so the choice of the verified nodes does not bias the estimate.
 """
 
 import jax
@@ -35,8 +35,8 @@ def bin_of(draft_prob: Array) -> Array:
     """Returns the i32 bin of a guess in [0, 1]."""
     draft_prob = jnp.clip(draft_prob, 1e-6, 1 - 1e-6)
     logit = jnp.log(draft_prob) - jnp.log1p(-draft_prob)
-    place = (logit - _LOWEST) / (_HIGHEST - _LOWEST) * (BINS - 1)
-    return jnp.clip(jnp.round(place), 0, BINS - 1).astype(jnp.int32)
+    bin_ = (logit - _LOWEST) / (_HIGHEST - _LOWEST) * (BINS - 1)
+    return jnp.clip(jnp.round(bin_), 0, BINS - 1).astype(jnp.int32)
 
 
 def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
@@ -57,8 +57,8 @@ def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
 def survive(
     estimate: Array, parent: Array, draft_prob: Array, depth: Array, origin: Array
 ) -> Array:
-    """Returns the survival of nodes whose siblings lie along the last axis; siblings' survival sums
-    to the parent's at most.
+    """Returns the survival of nodes, siblings along the last axis. The sum over siblings is at most
+    their parent's survival.
 
     Args:
       estimate: `table`.
@@ -84,17 +84,17 @@ def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, fro
     cell = ((tree.origin * depth + jnp.clip(tree.depth - 1, 0, depth - 1)) * bins
             + bin_of(tree.draft_prob)).reshape(-1)
 
-    tried, found = add_by_cell(jnp.stack([known, hit]).reshape(2, -1).astype(jnp.float32), cell,
+    tried, hits = add_by_cell(jnp.stack([known, hit]).reshape(2, -1).astype(jnp.float32), cell,
                                seen.tried.size)
     return Acceptance(tried=seen.tried + tried.reshape(seen.tried.shape),
-                      hit=seen.hit + found.reshape(seen.hit.shape))
+                      hit=seen.hit + hits.reshape(seen.hit.shape))
 
 
 def add_by_cell(values: Array, cell: Array, cells: int) -> Array:
     """Returns f32[n, cells], the sums of values f32[n, m] whose cell i32[m] is the same.
 
-    Accelerators compare instead of scattering: what is added twice to a place is added in a loop
-    where results must repeat.
+    Accelerators compare instead of scattering: deterministic scatters with repeated indices run in
+    a loop.
     """
     if straight_line():
         same = (cell[:, None] == jnp.arange(cells)[None])[None]

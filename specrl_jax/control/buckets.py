@@ -19,7 +19,7 @@ def bucket_table(batch: int, nodes: int, max_packed: int, smallest: bool = False
                  ) -> tuple[Bucket, ...]:
     """Returns the buckets of a batch: plain decoding, then doubling up to `max_packed` tokens.
 
-    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8. In the
+    A forward of 2 to 8 tokens costs about the same, so there is no bucket between 1 and 8. In the
     `smallest` batch size slots stay empty as rows end, so it gets a bucket as wide as plain
     decoding, which verifies drafts in the empty slots.
     """

@@ -92,17 +92,17 @@ def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
     steps, drafts = plan.spec.depth, plan.spec.depth > 0
     nodes = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
     expected = jnp.where(nodes, outcome.tree.survival, 0).sum()
-    found = draft_yield.count_nodes(outcome.tree, load.live, state.yields.count.shape[0])
-    rows, tokens, expected, found = jax.lax.psum(
+    nodes_seen = draft_yield.count_nodes(outcome.tree, load.live, state.yields.count.shape[0])
+    rows, tokens, expected, nodes_seen = jax.lax.psum(
         (load.live.sum().astype(jnp.float32), outcome.count.sum().astype(jnp.float32), expected,
-         found), ROWS)
+         nodes_seen), ROWS)
     verify, draft, catch_up = noted.costs
     spent = jnp.concatenate([
         jnp.where(jnp.arange(state.spent.shape[0] - 2) == outcome.bucket, verify[outcome.bucket],
                   0.0),
         (draft[steps] + jnp.where(drafts, noted.unread * catch_up, 0.0))[None], verify[:1]])
     return state.replace(
-        yields=draft_yield.update(state.yields, found, rows, steps, expected,
+        yields=draft_yield.update(state.yields, nodes_seen, rows, steps, expected,
                                   tokens - rounds * rows, rounds),
         drafting=noted.drafting,
         regret=jnp.where(noted.settled, 0.0, jnp.maximum(state.regret + rounds * noted.more, 0.0)),
@@ -180,11 +180,11 @@ def rounds_to_look(idle: Array, cost: Array, growth: Array) -> Array:
 
 def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: Sequence[Bucket]
          ) -> tuple[Array, Array]:
-    """Keeps the likeliest nodes that fill the bucket which is worth most.
+    """Selects the likeliest nodes that fill the most valuable bucket.
 
     Args:
       weight: f32[B] of rows, 0 where they are not live.
-      trusted: f32[] accepted tokens for each that survival promises.
+      trusted: f32[] accepted tokens per token that survival predicts.
       price: f32[buckets] of each bucket, in tokens of a row of weight 1.
 
     Returns:

@@ -22,9 +22,9 @@ VERSION = 15  # of files; others are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 
-def place(path: str, key: Json) -> Path | None:
-    """Returns the file at `path`; where that is empty, that of `key` in the user's cache, and None
-    where there is no cache."""
+def path_of(path: str, key: Json) -> Path | None:
+    """Returns `path`; if it is empty, the file of `key` in the user's cache, or None without a
+    cache."""
     if path:
         return local_path("control.cost_table", path)
     digest, cache = hashlib.sha256(_plain(key).encode()).hexdigest()[:16], user_cache("cost")

@@ -156,16 +156,16 @@ def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
     """
     low, high = contexts(limits)
     wider = range(1, len(limits.buckets[rows]))
-    found = [Point(rows, 0, low, 0, 0, rounds), Point(rows, 0, high, 0, 0, rounds),
+    chosen = [Point(rows, 0, low, 0, 0, rounds), Point(rows, 0, high, 0, 0, rounds),
              Point(rows, 0, low, 0, 0, rounds - 1)]
     if wider:
-        found += [Point(rows, 0, low, steps, 0, rounds) for steps in {1, limits.depth}]
-        found += [Point(rows, b, low, 1, 0, rounds) for b in wider]
+        chosen += [Point(rows, 0, low, steps, 0, rounds) for steps in {1, limits.depth}]
+        chosen += [Point(rows, b, low, 1, 0, rounds) for b in wider]
         if rounds > 1:
-            found.append(Point(rows, wider[-1], high, 1, 0, rounds))
+            chosen.append(Point(rows, wider[-1], high, 1, 0, rounds))
         if reads:
-            found.append(Point(rows, 0, high, 1, high // 2, rounds))
-    return list(dict.fromkeys(found))
+            chosen.append(Point(rows, 0, high, 1, high // 2, rounds))
+    return list(dict.fromkeys(chosen))
 
 
 def fit(measured: Mapping[Point, float], limits: Limits) -> CostTable:
@@ -174,8 +174,8 @@ def fit(measured: Mapping[Point, float], limits: Limits) -> CostTable:
     verify, draft, catch_up, launch = map(np.array, jax.tree.leaves(blank))
     for size, rows in enumerate(limits.buckets):
         of_size = {point: seconds for point, seconds in measured.items() if point.rows == rows}
-        found, draft[size], catch_up[size], launch[size] = _fit_size(of_size, limits, rows)
-        verify[size, : len(found)], verify[size, len(found):] = found, found[-1]
+        of_buckets, draft[size], catch_up[size], launch[size] = _fit_size(of_size, limits, rows)
+        verify[size, : len(of_buckets)], verify[size, len(of_buckets):] = of_buckets, of_buckets[-1]
     return blank.replace(verify=verify, draft=draft, catch_up=catch_up, launch=launch)
 
 

@@ -34,7 +34,7 @@ def prior(depth: int) -> DraftYield:
 
 
 def calibration_ratio(yields: DraftYield) -> Array:
-    """Returns f32[] accepted tokens for each that survival promises."""
+    """Returns f32[] accepted tokens per token that survival predicts."""
     return (yields.accepted + TRUST_PRIOR) / (yields.expected + TRUST_PRIOR)
 
 
@@ -53,13 +53,13 @@ def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
     return total.reshape(2, depth, BINS)
 
 
-def update(old: DraftYield, found: Array, rows: Array, steps: Array, expected: Array,
+def update(old: DraftYield, nodes: Array, rows: Array, steps: Array, expected: Array,
            accepted: Array, rounds: Array) -> DraftYield:
-    """Moves depths that were drafted towards what was found.
+    """Moves the depths that were drafted towards the nodes of this round.
 
-    Of others less is remembered, so a few drafts count. Deeper ones keep their proportion to the
-    deepest drafted one; if none was seen lately, they survive from it as it did from the one
-    before, so depths that are not drafted are tried again once drafts become good.
+    Other depths forget, so that a few later drafts count. Deeper depths keep their proportion to
+    the deepest drafted one. Without recent drafts they survive from it at the rate of the depth
+    before, so they are tried again once drafts improve.
     """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)
@@ -69,7 +69,7 @@ def update(old: DraftYield, found: Array, rows: Array, steps: Array, expected: A
                      jnp.where(steps > 0, FORGET, 1.0) * jnp.minimum(old.seen, MEMORY))
     pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
     count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
-                   for a, new in ((old.count, found[0]), (old.mass, found[1])))
+                   for a, new in ((old.count, nodes[0]), (old.mass, nodes[1])))
     last = jnp.clip(steps - 1, 0, depth - 1)
     ratio = jnp.clip((mass[last].sum() + 1e-3) / (old.mass[last].sum() + 1e-3), 0.25, 4.0)
     before = jnp.where(last > 0, mass[last - 1].sum(), 1.0)

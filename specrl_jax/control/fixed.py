@@ -16,7 +16,7 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
     """Returns the controller whose state is the SpecConfig of every round.
 
     Args:
-      min_survival: nodes that are less likely to be accepted are not verified.
+      min_survival: least cumulative acceptance probability of a node that is verified.
       spec: the initial state; None drafts nothing.
     """
     def prune(state: SpecConfig, plan: Plan, load: Load, tree: DraftTree, buckets

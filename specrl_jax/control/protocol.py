@@ -114,8 +114,9 @@ def prune_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
                  ) -> tuple[Array, Array]:
     """Keeps the likeliest nodes: at most `spec.nodes` a row, `spec.budget` in all, and what fits.
 
-    Every live row's root is kept. Survival never grows along a path and the sorts are stable, so
-    parents come before children, and the kept nodes are closed under parent.
+    Every live row's root is kept. Survival, the cumulative acceptance probability, never grows
+    along a path and the sorts are stable, so parents come before children and the kept nodes are
+    closed under parent.
 
     Returns:
       live bool[B, N]; the smallest bucket that holds them, i32[].

@@ -79,15 +79,15 @@ def settings_of(named: Sequence[str], limits: Limits) -> list[Setting]:
       ConfigError: one is beyond the limits.
     """
     depth, branch, nodes = limits.depth, limits.branch, limits.nodes
-    found: list[Setting] = []
+    chosen: list[Setting] = []
     for text in named:
         d, k, n = map(int, text.split("x"))
         check(d <= depth and k <= branch and n <= nodes, "control.settings", text,
               f"the bounds are spec.max_depth = {depth}, spec.max_branch = {branch}, "
               f"spec.max_nodes = {nodes}")
-        found.append((d, k, n))
-    if found:
-        return found
+        chosen.append((d, k, n))
+    if chosen:
+        return chosen
     depths = sorted({min(2**i, depth) for i in range(depth.bit_length() + 1)} - {0})
     return list(dict.fromkeys((d, k, min(1 + d * k, nodes)) for k in (1, branch) for d in depths))
 

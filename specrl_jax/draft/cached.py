@@ -16,8 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
-from specrl_jax.draft.network import KV, Growth, Network
-from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, taps_as_features
+from specrl_jax.draft.network import KV, Growth
+from specrl_jax.draft.protocol import (
+    Drafter,
+    DraftRequest,
+    Project,
+    RolloutInfo,
+    taps_as_features,
+)
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
@@ -38,9 +44,7 @@ from specrl_jax.structs import (
     Params,
     Path,
     PyTree,
-    Sampling,
     SlotFill,
-    SpecConfig,
     Verdict,
     carrier,
 )
@@ -50,15 +54,15 @@ _MULTIPLE = 128  # cache positions that tree attention reads at once
 
 
 class NetworkCache(struct.PyTreeNode):
-    """What a network has processed; at and beyond `length` lies garbage, never read."""
+    """What a network has processed. Positions from `length` on hold garbage and are never read."""
 
     kv: KV  # of S' positions
     length: Array  # i32[B] processed positions
-    hidden: Array  # f[B, F] output at the last of them
+    hidden: Array  # f[B, F] output at the last processed position
 
 
 class CachedState(struct.PyTreeNode):
-    """The state of a drafter; at and beyond a row's context lies garbage, never read."""
+    """The state of a drafter. Positions from a row's context on hold garbage and are never read."""
 
     cache: NetworkCache
     tokens: Array  # i32[B, S' + 1] of each row, prompt first
@@ -87,20 +91,22 @@ def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
 
 def mesh_of(array: Array) -> Mesh | None:
     """Returns the mesh that an array is placed on, if it is on one."""
-    place = array.sharding
-    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    return None
 
 
-def split_heads(state: PyTree, places: PyTree, mesh: Mesh) -> PyTree:
-    """Returns `places`, the shardings of a drafter's state, with the heads of each network's cache
-    split over `tensor`, as those of its layers are: else every draft would gather the cache."""
+def split_heads(state: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
+    """Returns the shardings `placed` of a drafter's state with each network cache split by head
+    over `tensor`, as its layers are: otherwise every draft would gather the cache."""
     def split(part: PyTree, to: PyTree) -> PyTree:
         if not isinstance(part, NetworkCache):
             return to
         return to.replace(kv=jax.tree.map(lambda a: NamedSharding(mesh, PartitionSpec(
             ROWS, *spec_of(a.shape[1:], ("kv_heads", None, None), ROLLOUT_RULES, mesh))), part.kv))
 
-    return jax.tree.map(split, state, places, is_leaf=lambda x: isinstance(x, NetworkCache))
+    return jax.tree.map(split, state, placed, is_leaf=lambda x: isinstance(x, NetworkCache))
 
 
 def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
@@ -151,7 +157,7 @@ def _prefill(state: CachedState, fill: SlotFill, tokens: Array, features: Array 
 
 
 def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
-    """Copies prompts between slots, with what the cache holds of them."""
+    """Copies prompts between slots, with their cached keys and values."""
     width, cache = state.prompt, state.cache
     kv = [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in cache.kv]
     # The source may have run on: only its prompt is the copy's too. Its output at the prompt's last
@@ -209,7 +215,7 @@ def extend(array: T, at: Array, new: T, axis: Any = 1) -> T:
 
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
              path: Path) -> CachedState:
-    """Appends the path; what lies beyond the committed part is garbage until overwritten."""
+    """Appends the path; entries beyond the committed ones are garbage until overwritten."""
     state = state.replace(tokens=extend(state.tokens, frontier.context + 1, verdict.tokens))
     if state.features is None:
         return state
@@ -217,22 +223,23 @@ def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verd
     return state.replace(features=extend(state.features, frontier.context, path.taps))
 
 
-def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
-             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, CachedState]:
+def _propose(growth: Growth, params: DrafterParams, state: CachedState, request: DraftRequest
+             ) -> tuple[DraftTree, CachedState]:
     """Returns the network's likeliest trees, or roots alone where no draft is planned.
 
     What ends a loop or selects a branch is reduced over all data shards first.
     """
+    frontier = request.frontier
     if straight_line():
         cache = _read(growth, params, state, frontier, 1)
-        return grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive
-                    ), state.replace(cache=cache)
-    wanted = (spec.depth > 0) & on_any_shard(frontier.live.any())
+        tree = grow(growth, params, cache.kv, cache.hidden.T, request)
+        return tree, state.replace(cache=cache)
+    wanted = (request.spec.depth > 0) & on_any_shard(frontier.live.any())
     chunks = jnp.where(wanted, _unread_chunks(growth, state, frontier), 0)
     cache = _read(growth, params, state, frontier, chunks)
     tree = jax.lax.cond(
         wanted,
-        lambda: grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive),
+        lambda: grow(growth, params, cache.kv, cache.hidden.T, request),
         lambda: roots(frontier.root, frontier.live, growth.nodes).replace(
             proposal=no_proposal(growth, params, frontier.root.shape[0])))
     return tree, state.replace(cache=cache)
@@ -262,26 +269,31 @@ def _target(growth: Growth, frontier: Frontier) -> Array:
 def _read(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
           chunks: Array | int) -> NetworkCache:
     """Returns the cache after processing up to `chunks` chunks of committed tokens."""
-    step = functools.partial(_read_chunk, growth.network, chunk_of(growth.depth), params,
-                             state.tokens, state.features, _target(growth, frontier))
+    target = _target(growth, frontier)
+
+    def read(_: Any, cache: NetworkCache) -> NetworkCache:
+        return _read_chunk(growth, params, state.replace(cache=cache), target)
+
     if isinstance(chunks, int):
-        return step(state.cache)
-    return jax.lax.fori_loop(0, chunks, lambda _, cache: step(cache), state.cache)
+        return read(0, state.cache)
+    return jax.lax.fori_loop(0, chunks, read, state.cache)
 
 
-def _read_chunk(network: Network, chunk: int, params: DrafterParams, tokens: Array,
-                features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
-    """Processes up to `chunk` positions of each row, none at or beyond target i32[B]."""
+def _read_chunk(growth: Growth, params: DrafterParams, state: CachedState, target: Array
+                ) -> NetworkCache:
+    """Processes one chunk of positions of each row, none at or beyond target i32[B]."""
+    network, chunk = growth.network, chunk_of(growth.depth)
+    cache, tokens, features = state.cache, state.tokens, state.features
     batch = target.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     step = jnp.arange(chunk, dtype=jnp.int32)[None]
     packed = (jnp.repeat(row[:, 0], chunk), jnp.tile(step[0], batch))
     chain = jnp.broadcast_to(jnp.maximum(step - 1, 0), (batch, chunk))
     count = jnp.clip(target - cache.length, 0, chunk)
-    real, place = step < count[:, None], cache.length[:, None] + step
-    token = jnp.where(real, tokens[row, place + network.ahead], 0)
+    real, position = step < count[:, None], cache.length[:, None] + step
+    token = jnp.where(real, tokens[row, position + network.ahead], 0)
     given = None if features is None else jnp.moveaxis(
-        jnp.where(real[..., None], features[row, place], 0), -1, 0)
+        jnp.where(real[..., None], features[row, position], 0), -1, 0)
     fresh: KV = []
 
     def look(index: Any, q: Array, k: Array, v: Array) -> Array:
@@ -289,7 +301,7 @@ def _read_chunk(network: Network, chunk: int, params: DrafterParams, tokens: Arr
         new = (k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1))
         return attend(q, packed, new, chain, cache.kv[index], cache.length)
 
-    out = network.run(params, token, given, place, look)
+    out = network.run(params, token, given, position, look)
     # Only finite numbers are cached, because attention multiplies what it masks by 0. This also
     # makes the write wait for the attention that reads the cache; otherwise XLA copies the cache.
     sound = jnp.isfinite(out).all(0)[None, None]

@@ -43,31 +43,30 @@ def likeliest_children(growth: Growth, logits: Array, vocab: Array, rows: Sampli
     """
     part, whole = PartitionSpec(TENSOR), PartitionSpec()
     every = PartitionSpec(None, None, TENSOR) if growth.drawn else None
-    best = in_tensor_parts(functools.partial(_best, growth), vocab.shape[0],
-                           (part, part, *[whole] * 5), (whole, every))
-    key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if growth.children == "sampled" else rows.key
-    return best(logits, vocab, rows.temperature, rows.top_k, rows.top_p, key, position)
+    best = in_tensor_parts(
+        functools.partial(_best, growth), vocab.shape[0],
+        (part, part, jax.tree.map(lambda _: whole, rows), whole), (whole, every))
+    if growth.children == "sampled":
+        rows = rows.replace(key=rows.key ^ jnp.uint32(_KEY_DOMAIN))
+    return best(logits, vocab, rows, position)
 
 
-def _best(growth: Growth, axis: str | None, logits: Array, vocab: Array, temperature: Array,
-          top_k: Array, top_p: Array, key: Array, position: Array
-          ) -> tuple[Children, Array | None]:
-    """Computes `likeliest_children` from a part of the vocabulary, if `axis` splits it.
-
-    Temperature and top_p are f32[B], top_k i32[B], the noise's key u32[B, 2].
-    """
+def _best(growth: Growth, axis: str | None, logits: Array, vocab: Array, rows: Sampling,
+          position: Array) -> tuple[Children, Array | None]:
+    """Computes `likeliest_children` from a part of the vocabulary, if `axis` splits it."""
+    temperature = rows.temperature
     scale = jnp.where(temperature == 0, 0.0, 1.0)
     heat = jnp.where(scale > 0, temperature * growth.temperature, 1.0)
     logits = jnp.moveaxis(logits, 0, -1) / heat[:, None, None]
     if growth.truncate is not None:
         flat = logits.reshape(-1, logits.shape[-1])
-        k, p = (jnp.repeat(row, logits.shape[1]) for row in (top_k, top_p))
+        k, p = (jnp.repeat(row, logits.shape[1]) for row in (rows.top_k, rows.top_p))
         kept = growth.truncate(flat, k, p, axis).keeps(flat, vocab[None])
         logits = jnp.where(kept.reshape(logits.shape), logits, -jnp.inf)
     logq = (jax.nn.log_softmax(logits) if axis is None else
             logits - _log_total(logits, axis))
     ranked = logq if growth.children == "top" else (
-        logq + (scale[:, None] * gumbel(key, position, vocab))[:, None])
+        logq + (scale[:, None] * gumbel(rows.key, position, vocab))[:, None])
     score, at = highest(ranked, growth.branch)
     token, chosen = vocab[at], jnp.take_along_axis(logq, at, 2)
     if axis is not None:

@@ -163,15 +163,15 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
 
     Returns the outputs of each step, [F, B, T], before the final norm.
     """
-    place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    real = place < length[:, None]
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    real = position < length[:, None]
     tokens = jnp.pad(jnp.where(real, tokens, 0), ((0, 0), (0, steps)))
     features = jnp.where(real[None], features, 0)
 
     def embedded(at: Array) -> Array:
         return jnp.moveaxis(embed[jnp.take_along_axis(tokens, at, 1)], -1, 0)
 
-    cached = keys(arch, params, embedded(place + 1), features, place)
+    cached = keys(arch, params, embedded(position + 1), features, position)
     long = anchors.shape[1] > ANCHORS_AT_ONCE  # then steps run again in the backward pass
     hidden = jnp.take_along_axis(features, anchors[None], 2)
     drafted, out = [], []

@@ -214,8 +214,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             f"convert it: {CONVERT}")
     file = open_tensors(path)
     for name in file.keys():  # noqa: SIM118  it is no mapping
-        found, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)
-        _expect(found in wanted, path, f"tensor {name} has dtype {found}, must be one of "
+        stored, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)
+        _expect(stored in wanted, path, f"tensor {name} has dtype {stored}, must be one of "
                                        f"{', '.join(wanted)}; save it so, unquantised")
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

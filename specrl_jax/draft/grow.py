@@ -14,7 +14,7 @@ from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.draft.children import likeliest_children
 from specrl_jax.draft.network import KV, Growth
-from specrl_jax.draft.protocol import Survive
+from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.sharding import straight_line
 from specrl_jax.structs import (
@@ -24,7 +24,6 @@ from specrl_jax.structs import (
     Frontier,
     Proposal,
     Sampling,
-    SpecConfig,
     TreeNodes,
 )
 
@@ -58,15 +57,12 @@ class _Round:
     growth: Growth
     params: DrafterParams
     cache: KV  # the network's keys and values of all positions before the root
-    frontier: Frontier
-    rows: Sampling
-    spec: SpecConfig
-    survive: Survive
+    request: DraftRequest
 
     @property
     def last(self) -> Array:
         """i32[B] the last processed position."""
-        return jnp.maximum(self.frontier.context - self.growth.network.ahead, 0)
+        return jnp.maximum(self.request.frontier.context - self.growth.network.ahead, 0)
 
 
 def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
@@ -84,15 +80,15 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
     return out.transpose(1, 2, 0).reshape(q.shape)
 
 
-def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, frontier: Frontier,
-         rows: Sampling, spec: SpecConfig, survive: Survive) -> DraftTree:
+def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, request: DraftRequest
+         ) -> DraftTree:
     """Grows one round's trees.
 
     Args:
       cache: keys and values of all positions before the root.
-      hidden: f[F, B] the network's output at the last of them.
+      hidden: f[F, B] the network's output at the last of these positions.
     """
-    r = _Round(growth, params, cache, frontier, rows, spec, survive)
+    r, frontier, spec = _Round(growth, params, cache, request), request.frontier, request.spec
     none = jnp.zeros((frontier.root.shape[0], 1), jnp.int32)
     reads = frontier.live & (frontier.context >= growth.network.ahead)
     grown, front = _expand(r, None, LevelNodes(
@@ -107,28 +103,29 @@ def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, fronti
     # Levels below the planned depth are masked where a loop of unknown length would ask the host.
     deepest = growth.depth if straight_line() else jnp.minimum(spec.depth, growth.depth)
     grown, _, _ = jax.lax.fori_loop(2, deepest + 1, level, (grown, front, _root_keys(r)))
-    tree, place = _likeliest(growth, grown.levels, frontier)
-    return tree.replace(broken=grown.broken, proposal=_proposal(growth, params, grown, place))
+    tree, index = _likeliest(growth, grown.levels, frontier)
+    return tree.replace(broken=grown.broken, proposal=_proposal(growth, params, grown, index))
 
 
 def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
             ) -> tuple[Grown, LevelNodes]:
     """Adds the candidates below a level and the distributions that they were drawn from."""
-    front = front.replace(live=front.live & (depth <= r.spec.depth))
-    found, logq = _candidates(r, front, depth)
-    grown, width = grown or _nothing(r.growth, found, logq), front.live.shape[1]
-    room = ((0, 0), (0, grown.levels.live.shape[2] - found.live.shape[1]))
+    front = front.replace(live=front.live & (depth <= r.request.spec.depth))
+    candidates, logq = _candidates(r, front, depth)
+    grown, width = grown or _nothing(r.growth, candidates, logq), front.live.shape[1]
+    room = ((0, 0), (0, grown.levels.live.shape[2] - candidates.live.shape[1]))
     levels = jax.tree.map(lambda array, new: jax.lax.dynamic_update_index_in_dim(
-        array, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
-    gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
+        array, jnp.pad(new, room), depth - 1, 1), grown.levels, candidates)
+    gap = candidates.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     grown = grown.replace(levels=levels, broken=grown.broken | (front.live & jnp.isnan(gap)).any(1))
     if grown.index is not None and grown.logq is not None and logq is not None:
-        draws = front.live & (r.rows.temperature > 0)[:, None]  # greedy rows draw nothing
+        # Greedy rows draw nothing.
+        draws = front.live & (r.request.sampling.temperature > 0)[:, None]
         at = (slice(None), depth - 1, slice(width))
         grown = grown.replace(
             index=grown.index.at[at].set(front.index),
             logq=grown.logq.at[at].set(jnp.where(draws[..., None], logq, -jnp.inf)))
-    return grown, _next_level(r.growth, found, front, r.rows, depth)
+    return grown, _next_level(r.growth, candidates, front, r.request.sampling, depth)
 
 
 def _nothing(growth: Growth, like: TreeNodes, logq: Array | None) -> Grown:
@@ -150,18 +147,18 @@ def no_proposal(growth: Growth, params: DrafterParams, batch: int) -> Proposal |
     return Proposal(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
-def _proposal(growth: Growth, params: DrafterParams, grown: Grown, place: Array) -> Proposal | None:
+def _proposal(growth: Growth, params: DrafterParams, grown: Grown, in_tree: Array
+              ) -> Proposal | None:
     """Returns the distributions that the children of a tree's nodes were drawn from.
 
-    `place` i32[B, C'] is the index in the tree of the root and each candidate; N if it is not
-    there.
+    `in_tree` i32[B, C'] is the index in the tree of the root and of each candidate; N outside it.
     """
-    batch = place.shape[0]
+    batch = in_tree.shape[0]
     unknown = no_proposal(growth, params, batch)
     if unknown is None or grown.index is None or grown.logq is None:
         return None
     index = grown.index.reshape(batch, -1)
-    at = jnp.where(index < 0, growth.nodes, jnp.take_along_axis(place, jnp.maximum(index, 0), 1))
+    at = jnp.where(index < 0, growth.nodes, jnp.take_along_axis(in_tree, jnp.maximum(index, 0), 1))
     return unknown.replace(logq=unknown.logq.at[jnp.arange(batch)[:, None], at].set(
         grown.logq.reshape(batch, -1, grown.logq.shape[-1]), mode="drop"))
 
@@ -195,8 +192,8 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
         fresh.append((k, v))
         return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache[index], last)
 
-    place = jnp.broadcast_to((last + depth - 1)[:, None], (batch, k))
-    hidden = r.growth.network.run(r.params, front.token, front.hidden, place, look)
+    position = jnp.broadcast_to((last + depth - 1)[:, None], (batch, k))
+    hidden = r.growth.network.run(r.params, front.token, front.hidden, position, look)
     return front.replace(hidden=hidden, slot=node), (fresh, parent)
 
 
@@ -208,11 +205,11 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
     """
     growth, network = r.growth, r.growth.network
     children, logq = likeliest_children(
-        growth, network.logits(r.params, front.hidden), network.vocab(r.params), r.rows,
-        r.frontier.generated + depth - 1)
+        growth, network.logits(r.params, front.hidden), network.vocab(r.params), r.request.sampling,
+        r.request.frontier.generated + depth - 1)
     shape = children.token.shape
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], shape)
-    planned = rank < r.spec.branch
+    planned = rank < r.request.spec.branch
     if growth.drawn:
         draft_prob = (1 - _RANK_DECAY) * jnp.float32(_RANK_DECAY) ** rank
     elif growth.children == "perturbed":
@@ -223,28 +220,28 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
     above, parent, level, origin = (
         jnp.broadcast_to(a, shape) for a in (
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
-    found = TreeNodes(tokens=children.token, parent=parent, depth=level, rank=rank, origin=origin,
+    nodes = TreeNodes(tokens=children.token, parent=parent, depth=level, rank=rank, origin=origin,
                       logq=children.logq, draft_prob=draft_prob,
-                      survival=r.survive(above, draft_prob, level, origin),
+                      survival=r.request.survive(above, draft_prob, level, origin),
                       score_gap=children.score[..., :1] - children.score,
                       live=front.live[..., None] & planned & jnp.isfinite(children.score))
-    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), nodes), logq
 
 
-def _next_level(growth: Growth, found: TreeNodes, front: LevelNodes, rows: Sampling, depth: Array
-              ) -> LevelNodes:
+def _next_level(growth: Growth, candidates: TreeNodes, front: LevelNodes, rows: Sampling,
+                depth: Array) -> LevelNodes:
     """Selects the K likeliest of a level's candidates.
 
     Stop tokens are not expanded; except in a drawn tree, whose shape depends on no token.
     """
     k = growth.branch
-    ends = (found.tokens[..., None] == rows.stop[None, None]).any(-1) & (not growth.drawn)
-    score = jnp.where(found.live & ~ends, found.survival, -1.0)
+    ends = (candidates.tokens[..., None] == rows.stop[None, None]).any(-1) & (not growth.drawn)
+    score = jnp.where(candidates.live & ~ends, candidates.survival, -1.0)
     score, at = jax.lax.top_k(score, k)
     above = at // k
     pick = jnp.take_along_axis
     return LevelNodes(index=1 + (depth - 1) * k * k + at, slot=pick(front.slot, above, 1),
-                    token=pick(found.tokens, at, 1), survival=jnp.maximum(score, 0),
+                    token=pick(candidates.tokens, at, 1), survival=jnp.maximum(score, 0),
                     live=score >= 0, hidden=pick(front.hidden, above[None], 2))
 
 
@@ -257,12 +254,12 @@ def _likeliest(growth: Growth, levels: TreeNodes, frontier: Frontier) -> tuple[D
     batch, total = flat.live.shape
     size = min(growth.nodes - 1, total)
     best, kept = jax.lax.top_k(jnp.where(flat.live, flat.survival, -1.0), size)
-    order = jnp.where(best >= 0, kept, kept + total)  # as found, parents first; the dead behind
+    order = jnp.where(best >= 0, kept, kept + total)  # parents first, the dead last
     kept = -jax.lax.top_k(-order, size)[0] % total
     nowhere = jnp.full((batch, total + 1), growth.nodes, jnp.int32)
-    place = nowhere.at[:, 0].set(0).at[jnp.arange(batch)[:, None], kept + 1].set(
+    index = nowhere.at[:, 0].set(0).at[jnp.arange(batch)[:, None], kept + 1].set(
         1 + jnp.arange(size, dtype=jnp.int32)[None])
     chosen = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), flat)
-    chosen = chosen.replace(parent=jnp.take_along_axis(place, chosen.parent, 1))
+    chosen = chosen.replace(parent=jnp.take_along_axis(index, chosen.parent, 1))
     return attach(roots(frontier.root, frontier.live, growth.nodes),
-                  jax.tree.map(lambda a: a.T, chosen)), place
+                  jax.tree.map(lambda a: a.T, chosen)), index

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import check
-from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.sharding import either
 from specrl_jax.structs import (
@@ -24,8 +24,6 @@ from specrl_jax.structs import (
     DraftTree,
     Frontier,
     Path,
-    Sampling,
-    SpecConfig,
     TreeNodes,
     Verdict,
     carrier,
@@ -90,11 +88,12 @@ def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict:
         verdict.tokens, mode="drop", unique_indices=True))
 
 
-def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,
-             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, History]:
+def _propose(static: _Static, params: DrafterParams, state: History, request: DraftRequest
+             ) -> tuple[DraftTree, History]:
+    frontier = request.frontier
     return either(
-        (spec.depth > 0) & frontier.live.any(),
-        lambda: _grow(static, *_occurrences(static, state, frontier), frontier, spec, survive),
+        (request.spec.depth > 0) & frontier.live.any(),
+        lambda: _grow(static, *_occurrences(static, state, frontier), request),
         lambda: roots(frontier.root, frontier.live, static.nodes)), state
 
 
@@ -134,7 +133,7 @@ def _suffix(state: History, frontier: Frontier, seq: Array, prompt: Array, match
 
 
 def _match_lengths(corpus: Array, suffix: Array) -> Array:
-    """Returns i32[B, C]: how many tokens that end at each place of the corpus equal the suffix."""
+    """Returns i32[B, C]: the length of the suffix that matches up to each corpus position."""
     width = suffix.shape[1]
     padded = jnp.pad(corpus, ((0, 0), (width, 0)), constant_values=_SEPARATOR)
     length, running = jnp.zeros_like(corpus), jnp.ones(corpus.shape, bool)
@@ -144,9 +143,9 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
     return length
 
 
-def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
-          survive: Survive) -> DraftTree:
+def _grow(static: _Static, weight: Array, following: Array, request: DraftRequest) -> DraftTree:
     """Grows up to K chains from the root. At each node the voters that agree so far vote again."""
+    frontier, spec, survive = request.frontier, request.spec, request.survive
     branch, origin, (batch, _, depth) = static.branch, static.origin, following.shape
     by_depth = jnp.moveaxis(following, 2, 0)
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import check
-from specrl_jax.draft.protocol import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.tree import map_nodes, roots
 from specrl_jax.sharding import either, straight_line
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import Array, DraftTree
 
 
 def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
@@ -52,12 +52,12 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: tuple,
-             frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
-             ) -> tuple[DraftTree, tuple]:
+             request: DraftRequest) -> tuple[DraftTree, tuple]:
+    frontier, spec = request.frontier, request.spec
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(depth=jnp.where(spec.mix[i] > 0, spec.depth, 0))
-        tree, state = drafter.propose(own, state, frontier, rows, used, survive)
+        tree, state = drafter.propose(own, state, request.replace(spec=used))
         inner = jnp.arange(tree.live.shape[1]) > 0
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
@@ -73,28 +73,28 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: t
 def graft(base: DraftTree, tree: DraftTree, deepest: int) -> DraftTree:
     """Joins trees [B, N] and [B, n] with the same roots: `base`'s nodes, then `tree`'s new ones.
 
-    The result has fields [B, N + n - 1]. No node lies deeper than `deepest`.
+    The result has fields [B, N + n - 1]. No node is deeper than `deepest`.
     """
     size, count = base.live.shape[1], tree.live.shape[1]
     alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
 
-    def level(depth: Array, place: Array) -> Array:
+    def level(depth: Array, index: Array) -> Array:
         """Maps the nodes down to `depth` to their equals in `base`, if there are any."""
-        parent = jnp.take_along_axis(place, tree.parent, 1)
+        parent = jnp.take_along_axis(index, tree.parent, 1)
         same = (base.live[:, None] & (base.parent[:, None] == parent[..., None])
                 & (base.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
-        found = (tree.depth == depth) & tree.live & same.any(2)
-        return jnp.where(found, same.argmax(2), place)
+        matched = (tree.depth == depth) & tree.live & same.any(2)
+        return jnp.where(matched, same.argmax(2), index)
 
     last = deepest if straight_line() else tree.depth.max()
-    place = jax.lax.fori_loop(1, last + 1, level,
+    index = jax.lax.fori_loop(1, last + 1, level,
                               jnp.broadcast_to(alone, tree.live.shape).astype(jnp.int32))
-    new = tree.replace(parent=jnp.take_along_axis(place, tree.parent, 1),
-                       live=tree.live & (place == alone))
+    new = tree.replace(parent=jnp.take_along_axis(index, tree.parent, 1),
+                       live=tree.live & (index == alone))
     both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), base, new)
     rows = jnp.arange(tree.live.shape[0])[:, None]
     survival = jnp.where(tree.live, tree.survival, 0)
-    return both.replace(survival=both.survival.at[rows, place].max(survival),
+    return both.replace(survival=both.survival.at[rows, index].max(survival),
                         broken=base.broken | tree.broken)
 
 
@@ -114,9 +114,9 @@ def likeliest(tree: DraftTree, nodes: int, deepest: int) -> DraftTree:
     survival = jax.lax.fori_loop(0, last, level, tree.survival)
     score = jnp.where(tree.live, survival, -1.0).at[:, 0].set(jnp.inf)
     kept = jnp.sort(jax.lax.top_k(score, min(nodes, total))[1], 1)
-    place = jnp.zeros((batch, total), jnp.int32).at[rows, kept].set(jnp.arange(kept.shape[1])[None])
+    index = jnp.zeros((batch, total), jnp.int32).at[rows, kept].set(jnp.arange(kept.shape[1])[None])
     small = map_nodes(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
     small = small.replace(parent=jnp.where(
-        small.live, jnp.take_along_axis(place, small.parent, 1), 0))
+        small.live, jnp.take_along_axis(index, small.parent, 1), 0))
     room = ((0, 0), (0, nodes - kept.shape[1]))
     return map_nodes(lambda a: jnp.pad(a, room), small)

@@ -1,4 +1,4 @@
-"""No drafter: trees of one node, so that the program is that of plain decoding."""
+"""No drafter: trees of one node, so the program is plain decoding."""
 
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
@@ -7,5 +7,5 @@ from specrl_jax.draft.tree import roots
 def off() -> Drafter:
     """Returns the drafter that never drafts."""
     return Drafter(nodes=1, depth=0, branch=1, names=(),
-                   propose=lambda params, state, frontier, rows, spec, survive: (
-                       roots(frontier.root, frontier.live, 1), state))
+                   propose=lambda params, state, request: (
+                       roots(request.frontier.root, request.frontier.live, 1), state))

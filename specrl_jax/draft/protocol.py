@@ -7,7 +7,7 @@ drafter without memory needs nothing else, see `tree.chain`. The order of calls 
     init                       host, when a rollout begins
     copy_prompt, prefill       when slots are filled
     catch_up                   before rounds that draft, once
-    propose                    before each of them
+    propose                    before each drafted round
     observe                    after every round's verification
     select_rows                when the batch shrinks
 
@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
+from flax import struct
 
 from specrl_jax.structs import (
     Array,
@@ -63,9 +64,17 @@ class Survive(Protocol):
         ...
 
 
+class DraftRequest(struct.PyTreeNode):
+    """What a drafter is given in one round."""
+
+    frontier: Frontier
+    sampling: Sampling  # of the rows
+    spec: SpecConfig
+    survive: Survive = struct.field(pytree_node=False)
+
+
 class Propose(Protocol):
-    def __call__(self, params: DrafterParams, state: DrafterState, frontier: Frontier,
-                 rows: Sampling, spec: SpecConfig, survive: Survive, /
+    def __call__(self, params: DrafterParams, state: DrafterState, request: DraftRequest, /
                  ) -> tuple[DraftTree, DrafterState]:
         """Returns one tree per row, and the new state.
 

@@ -60,7 +60,7 @@ class DrafterContext:
     arch: Architecture  # the actor's
     stop: Sequence[int]  # tokens that end a response
     group: int  # M, samples of a prompt
-    origin: int  # place among merged drafters, for DraftTree.origin
+    origin: int  # index among merged drafters, for DraftTree.origin
     warn: Callable[[str], None]
     drawn: bool = False  # the rule tests drafts as samples: trees need a `proposal`
     known_tokenizer: Tokenizer | None = None  # the actor's
@@ -107,20 +107,20 @@ class DrafterSet:
 
     @property
     def versioned(self) -> tuple[int, ...]:
-        """Places of the parts whose weights are verified, the trainable one first."""
-        found = [i for i, p in enumerate(self.parts)
+        """Indices of the parts whose weights are checked, the trainable one first."""
+        parts = [i for i, p in enumerate(self.parts)
                  if p.trainable is not None or p.versioned and p.weights != ()]
-        return tuple(sorted(found, key=lambda i: self.parts[i].trainable is None))
+        return tuple(sorted(parts, key=lambda i: self.parts[i].trainable is None))
 
     @property
     def trainable(self) -> int | None:
-        """Place of the part that can learn, the first if there are several."""
+        """Index of the first part that can learn."""
         return next((i for i, p in enumerate(self.parts) if p.trainable is not None), None)
 
-    def places(self, mesh: Mesh) -> tuple[PyTree, ...]:
-        """Returns where the weights of each part lie on a mesh, as shardings or a prefix of them.
+    def shardings(self, mesh: Mesh) -> tuple[PyTree, ...]:
+        """Returns the shardings of each part's weights on a mesh, as trees or prefixes of trees.
 
-        What is described is split as the learner's weights are; `bind` gathers it over `fsdp`.
+        Described weights are split as the learner's are; `bind` gathers them over `fsdp`.
         """
         whole = sharding.replicated(mesh)
         return tuple(jax.tree.map(

@@ -72,8 +72,8 @@ class TrainableDrafter(NamedTuple):
     """See the module's docstring; `from_predictions` makes one without a loss of its own.
 
     `loss` returns the micro-batch's share of a loss that sums over micro-batches, and sums over
-    `targets`' valid places: {"alpha": f32[J] acceptance rates, "chain": f32[] expected tokens of a
-    chain}, as `targets.loss` does. `outputs` and `logits` let distill/ measure acceptance.
+    `targets`' valid positions: {"alpha": f32[J] acceptance rates, "chain": f32[] expected tokens of
+    a chain}, as `targets.loss` does. `outputs` and `logits` let distill/ measure acceptance.
     `described` has a `model.architecture.Param` for each weight, by whose axes weights and moments
     are split over devices; None keeps them whole on each.
     """

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.draft.protocol import Survive
-from specrl_jax.structs import Array, DraftTree, Frontier, SpecConfig, TreeNodes
+from specrl_jax.draft.protocol import DraftRequest
+from specrl_jax.structs import Array, DraftTree, TreeNodes
 
 NODE_FIELDS = tuple(field.name for field in dataclasses.fields(TreeNodes))
 
@@ -24,7 +24,7 @@ def roots(root: Array, live: Array, nodes: int) -> DraftTree:
 
 
 def map_nodes(function: Callable[..., Array], tree: DraftTree, *others: TreeNodes) -> DraftTree:
-    """Applies a function to each [B, N] field of trees; the other fields are those of `tree`."""
+    """Applies a function to each [B, N] field of trees; the other fields come from `tree`."""
     return tree.replace(**{name: function(*(getattr(t, name) for t in (tree, *others)))
                            for name in NODE_FIELDS})
 
@@ -40,8 +40,8 @@ def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
     return map_nodes(put, tree, children)
 
 
-def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
-          *, nodes: int, origin: int = 0) -> DraftTree:
+def chain(tokens: Array, draft_prob: Array, request: DraftRequest, *, nodes: int, origin: int = 0
+          ) -> DraftTree:
     """Returns trees of one chain each, cut at `spec.depth`; N = `nodes` is more than D.
 
     Args:
@@ -49,15 +49,15 @@ def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig
       draft_prob: f32[D, B] the drafter's probability of each token, given the one before it.
       origin: index of the drafter, for DraftTree.origin.
     """
-    depth = tokens.shape[0]
+    frontier, depth = request.frontier, tokens.shape[0]
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)[:, None]
-    live = jnp.cumprod((tokens >= 0) & (level <= spec.depth), 0) > 0
+    live = jnp.cumprod((tokens >= 0) & (level <= request.spec.depth), 0) > 0
     level, none = jnp.broadcast_to(level, tokens.shape), jnp.zeros_like(tokens)
 
     def below(above: Array, node: tuple[Array, Array]) -> tuple[Array, Array]:
         draft_prob, level = node
-        survival = survive(above[:, None], draft_prob[:, None], level[:, None],
-                           jnp.full_like(level, origin)[:, None])[:, 0]
+        survival = request.survive(above[:, None], draft_prob[:, None], level[:, None],
+                                   jnp.full_like(level, origin)[:, None])[:, 0]
         return survival, survival
 
     _, survival = jax.lax.scan(below, jnp.ones_like(draft_prob[0]), (draft_prob, level))

@@ -19,23 +19,23 @@ def summary(trace: Sequence[LaunchRecord]) -> Metrics:
     if not any(t.control or t.draft_rounds for t in trace):
         return {}
     rounds = max(sum(t.rounds for t in trace), 1)
-    found: Metrics = {
+    metrics: Metrics = {
         "control/draft_depth": sum(t.draft_depth for t in trace) / rounds,
         "control/verify_tokens": sum(t.packed for t in trace) / rounds,
         "control/drafting": sum(t.draft_rounds for t in trace) / rounds,
         LAUNCHES: [chosen(t) for t in trace[:MOST]],
         MEASURED: [{"seconds": _short(t.seconds)} for t in trace[:MOST]]}
-    found |= {f"control/{name}": sum(t.control.get(name, 0.0) for t in trace)
+    metrics |= {f"control/{name}": sum(t.control.get(name, 0.0) for t in trace)
               for name in trace[0].control}
     if all("predicted_seconds" in t.control for t in trace):
         took = sum(t.seconds for t in trace)
         lost = [t.seconds - t.control["plain_seconds"] for t in trace]
-        found |= {
+        metrics |= {
             "time/cost_error": sum(abs(t.control["predicted_seconds"] - t.seconds)
                                    for t in trace) / took,
             "time/saved": -sum(lost), "time/regret": sum(max(0.0, s) for s in lost),
-            "time/spent": found["control/speculation_seconds"]}
-    return found
+            "time/spent": metrics["control/speculation_seconds"]}
+    return metrics
 
 
 def saved(trace: Sequence[LaunchRecord], plain: Mapping[int, float]) -> dict[str, float]:
@@ -50,11 +50,11 @@ def saved(trace: Sequence[LaunchRecord], plain: Mapping[int, float]) -> dict[str
 def chosen(launch: LaunchRecord) -> dict[str, float]:
     """Returns what one launch ran, means over its rounds, and what its controller reports."""
     rounds = max(launch.rounds, 1)
-    found = {"batch": launch.batch, "rounds": launch.rounds, "tokens": launch.committed,
+    values = {"batch": launch.batch, "rounds": launch.rounds, "tokens": launch.committed,
              "live": launch.row_rounds / rounds, "draft_depth": launch.draft_depth / rounds,
              "drafting": launch.draft_rounds / rounds, "verify_tokens": launch.packed / rounds,
              "drafts": launch.drafted / max(launch.row_rounds, 1), **launch.control}
-    return {name: _short(value) for name, value in found.items()}
+    return {name: _short(value) for name, value in values.items()}
 
 
 def _short(value: float) -> float:

@@ -146,7 +146,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("checksum/drafter", "", "checksum of the drafter's weights"),
     ("version/policy", "step", "step whose update made the weights that sampled"),
     ("version/drafter", "count", "version of the drafter's weights"),
-    ("drafter/fault", "", "name of the fault that was found, if any"),
+    ("drafter/fault", "", "name of the detected fault, if any"),
     ("drafter/faults", "count", "faults of the drafter so far"),
     ("drafter/disabled", "0 or 1", "1 while drafting is off because of a fault"),
     ("distill/updates", "count", "updates of the drafter in the step"),

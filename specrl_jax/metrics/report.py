@@ -78,11 +78,11 @@ def summarize(workdir: Path) -> Samples:
 
 def by_section(config: Json) -> dict[str, list[tuple[str, Any]]]:
     """Returns the fields of a configuration by section, those outside sections under ""."""
-    found: dict[str, list[tuple[str, Any]]] = {"": []}
+    sections: dict[str, list[tuple[str, Any]]] = {"": []}
     for name, value in sorted(flat(config).items()):
         section, _, field = name.rpartition(".")
-        found.setdefault(section, []).append((field, value))
-    return found
+        sections.setdefault(section, []).append((field, value))
+    return sections
 
 
 def token_count(sample: Mapping[str, Any]) -> int:

@@ -42,7 +42,7 @@ class Plot(NamedTuple):
     key: str  # the metric without which there is nothing to draw
     read: str  # how to read the picture
     draw: Callable[..., None]  # of axes and rows
-    expected: bool = True  # the page says so where it is missing
+    expected: bool = True  # the page notes it where it is missing
     xlabel: str = "step"
 
 
@@ -116,7 +116,7 @@ def lengths_plot(lengths: Mapping[int, int]) -> Plot:
 
 def figures(rows: Rows, lengths: Mapping[int, int]) -> dict[str, list[Drawn]]:
     """Returns the pictures by section; where data is missing for an expected one, which metric."""
-    found: dict[str, list[Drawn]] = {}
+    by_section: dict[str, list[Drawn]] = {}
     for plot in plots() + ([lengths_plot(lengths)] if lengths else []):
         draw = functools.partial(plot.draw, rows=rows)
         if _recorded(rows, plot.key):
@@ -125,8 +125,8 @@ def figures(rows: Rows, lengths: Mapping[int, int]) -> dict[str, list[Drawn]]:
             drawn = Drawn(plot.name, "", "", plot.key)
         else:
             continue
-        found.setdefault(plot.section, []).append(drawn)
-    return found
+        by_section.setdefault(plot.section, []).append(drawn)
+    return by_section
 
 
 def _recorded(rows: Rows, key: str) -> bool:
@@ -198,10 +198,10 @@ def thinned(values: np.ndarray) -> np.ndarray:
 
 def plot_accuracy(ax: Axes, rows: Rows) -> None:
     """Draws the evaluations of a run with their 95 % intervals."""
-    told = [row for row in rows if "eval/accuracy" in row]
-    plot_line(ax, told, "eval/accuracy")
-    ax.fill_between(curve(told, "step"), curve(told, "eval/accuracy_low"),
-                    curve(told, "eval/accuracy_high"), color=BLUE, alpha=0.2, linewidth=0)
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    plot_line(ax, evaluated, "eval/accuracy")
+    ax.fill_between(curve(evaluated, "step"), curve(evaluated, "eval/accuracy_low"),
+                    curve(evaluated, "eval/accuracy_high"), color=BLUE, alpha=0.2, linewidth=0)
 
 
 def plot_line(ax: Axes, rows: Rows, key: str) -> None:

@@ -71,9 +71,9 @@ def drafts(rows: Rows) -> list[tuple[str, int, int]]:
     names = sorted({key.split("/")[1] for row in rows for key in row
                     if key.startswith("draft/") and key.endswith("/drafted")})
     counted = [("all", "rollout"), *((name, f"draft/{name}") for name in names)]
-    found = [(name, int(total(rows, f"{of}/drafted")), int(total(rows, f"{of}/accepted")))
+    drafts = [(name, int(total(rows, f"{of}/drafted")), int(total(rows, f"{of}/accepted")))
              for name, of in counted]
-    return [line for line in found[:1 if len(names) < 2 else None] if line[1] > 0]
+    return [line for line in drafts[:1 if len(names) < 2 else None] if line[1] > 0]
 
 
 def phases(rows: Rows) -> list[tuple[str, float, float]]:
@@ -112,7 +112,7 @@ def last(rows: Rows, key: str) -> float:
 
 def highlights(rows: Rows) -> list[tuple[str, str]]:
     """Returns the few numbers at the top of the page: (what, value)."""
-    found, tenth, reward = account(rows), max(len(rows) // 10, 1), column(rows, "reward/mean")
+    spent, tenth, reward = account(rows), max(len(rows) // 10, 1), column(rows, "reward/mean")
     out = [("reward, first and last " + ("step" if tenth == 1 else f"{tenth} steps"),
             f"{np.mean(reward[:tenth]):.3f} → {np.mean(reward[-tenth:]):.3f}")]
     if has(rows, "eval/accuracy"):
@@ -122,8 +122,8 @@ def highlights(rows: Rows) -> list[tuple[str, str]]:
         out.append(("tokens/s of rollout", f"{mean(rows, 'rollout/tokens_per_second'):.0f}"))
     if has(rows, "rollout/accept_length"):
         out.append(("accept length", f"{mean(rows, 'rollout/accept_length'):.2f}"))
-    if found:
-        out.append(("speed-up of rollouts, predicted", f"{found.speedup:.2f}x"))
+    if spent:
+        out.append(("speed-up of rollouts, predicted", f"{spent.speedup:.2f}x"))
     return out
 
 

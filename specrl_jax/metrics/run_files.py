@@ -140,10 +140,10 @@ class Writer:
         self._workdir = Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, SAMPLES):
-            found = cut(self._workdir / name, resume_step)
-            if found != list(range(resume_step)):
+            steps = cut(self._workdir / name, resume_step)
+            if steps != list(range(resume_step)):
                 warn(f"{self._workdir / name} lacks steps that checkpoint {resume_step} follows: "
-                     f"it has {len(found)} of {resume_step}")
+                     f"it has {len(steps)} of {resume_step}")
         self._metrics, self._samples = (
             open(self._workdir / name, "a", encoding="utf-8", newline="\n")
             for name in (METRICS, SAMPLES))

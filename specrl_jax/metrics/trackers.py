@@ -1,4 +1,4 @@
-"""Trackers: where a run's metrics are shown besides metrics.jsonl.
+"""Trackers: where a run's metrics are shown in addition to metrics.jsonl.
 
 A tracker is what `track.to` names, in process 0. None stops a run: one that raises is reported once
 and gets nothing more.

@@ -37,11 +37,11 @@ class WeightsAndBiases:
 
     def write(self, metrics: Json, samples: Sequence[Json]) -> None:
         """Logs a step; W&B ignores those that it has already."""
-        told = dict(numbers(metrics))
+        values = dict(numbers(metrics))
         if shown := self._info.shown(samples):
             rows = [[x.get(name) for name in COLUMNS] for x in shown]
-            told["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
-        self._run.log(told, step=metrics["step"])
+            values["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
+        self._run.log(values, step=metrics["step"])
 
     def close(self) -> None:
         """Ends the run, after what is left is uploaded."""

@@ -31,7 +31,7 @@ def segment_attention(position: Array, segment: Array, prefix: Array | None = No
       position: i32[B, T], of each token in its sequence.
       segment: i32[B, T].
       prefix: i32[B, T], a further segment that each token reads: that of a prompt which several
-        responses share. None: a prompt lies in the segment of its one response.
+        responses share. None: a prompt belongs to the segment of its one response.
     """
     total = position.shape[1]
     platform = dispatch.traced_for().platform
@@ -73,5 +73,5 @@ def in_chunks(function: Callable[..., Array], size: int, *args: PyTree) -> Array
         return jnp.moveaxis(a.reshape(*a.shape[:-1], count, size), -2, 0)
 
     chunk = jax.checkpoint(lambda part: function(*part))
-    found = jax.lax.map(chunk, jax.tree.map(split, args))
-    return jnp.moveaxis(found, 0, -2).reshape(*found.shape[1:-1], -1)[..., :total]
+    chunks = jax.lax.map(chunk, jax.tree.map(split, args))
+    return jnp.moveaxis(chunks, 0, -2).reshape(*chunks.shape[1:-1], -1)[..., :total]

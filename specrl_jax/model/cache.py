@@ -94,13 +94,13 @@ def segments(slots: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _attend(q: Array, k: Array, v: Array, packing: Packing, at: tuple[Any, Any], cache_k: Any,
-            cache_v: Any, length: Array, **options: Any) -> Array:
+def _attend(q: Array, fresh: tuple[Array, Array], packing: Packing, at: tuple[Any, Any],
+            cached: tuple[Any, Any], length: Array, **options: Any) -> Array:
     g, r, e, w = q.shape
-    tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
+    tree = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in fresh)
     out = tree_attention(
-        q.reshape(g * r, e, w).transpose(2, 0, 1), *at, tree_k, tree_v, packing.parent, cache_k,
-        cache_v, length, scale=e**-0.5, **options)
+        q.reshape(g * r, e, w).transpose(2, 0, 1), *at, *tree, packing.parent, *cached, length,
+        scale=e**-0.5, **options)
     return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
 
@@ -114,9 +114,8 @@ class SegmentedKV(struct.PyTreeNode):
     def reader(self, arch: Architecture, packing: Packing, length: Array,
                implementation: str | None = None) -> Attend:
         def attend(index: Any, q: Array, k: Array, v: Array) -> Array:
-            at, (cache_k, cache_v) = (packing.row, packing.node), self.layers[index]
-            return _attend(q, k, v, packing, at, cache_k, cache_v, length,
-                           implementation=implementation)
+            return _attend(q, (k, v), packing, (packing.row, packing.node), self.layers[index],
+                           length, implementation=implementation)
 
         return attend
 
@@ -225,8 +224,9 @@ class StackedKV(struct.PyTreeNode):
         shared = plan(q, *at, packing.parent, self.k, length, implementation=implementation)
 
         def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-            return _attend(q, k, v, packing, at, self.k, self.v, length, layer=index, plan=shared,
-                           transposed_v=self.transposed, implementation=implementation)
+            return _attend(q, (k, v), packing, at, (self.k, self.v), length, layer=index,
+                           plan=shared, transposed_v=self.transposed,
+                           implementation=implementation)
 
         return attend
 
@@ -266,8 +266,8 @@ class StackedKV(struct.PyTreeNode):
     def _map(self, write: Callable[[Array, Array, int], Array], k: Array, v: Array) -> "StackedKV":
         """Returns write(array, new, axis of its slots) of both, with new [p, L, G, E, n] as given.
         """
-        lies, axis = (v, 4) if self.transposed else (v.swapaxes(3, 4), 3)
-        return self.replace(k=write(self.k, k, 4), v=write(self.v, lies, axis))
+        v, axis = (v, 4) if self.transposed else (v.swapaxes(3, 4), 3)
+        return self.replace(k=write(self.k, k, 4), v=write(self.v, v, axis))
 
 
 def _over_rows(source: Array, whole: Array, block: Callable[[Array, Array], Array]) -> Array:

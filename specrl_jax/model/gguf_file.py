@@ -75,7 +75,7 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
     if not family and (not isinstance(kind, str) or kind not in FAMILIES):
         raise ConfigError(f"{file.path}: general.architecture = {kind!r} is not supported; choose "
                           f"a model of {', '.join(FAMILIES)}, or name a family in model.family")
-    fields, found = file.fields, FAMILIES.resolve(family or kind)
+    fields, known = file.fields, FAMILIES.resolve(family or kind)
 
     def count(key: str) -> int:
         if isinstance(file.get(f"{kind}.{key}"), list):
@@ -104,8 +104,8 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
         qk_norm="blk.0.attn_q_norm.weight" in file.records,
         tied="output.weight" not in file.records, max_position=count("context_length"),
         family=family or kind)
-    others = {name: x for name, x in found.architecture.items()
-              if name not in ("qkv_bias", "qk_norm")}  # the file's tensors say these
+    others = {name: x for name, x in known.architecture.items()
+              if name not in ("qkv_bias", "qk_norm")}  # read from the file's tensors
     return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch), **others)
 
 

@@ -24,7 +24,7 @@ SPLITS: dict[str, Any] = {
     "qwen2": pre_tokenizers.Split(Regex(WORDS % ""), behavior="isolated")}
 
 
-# Tokens that end a response in llama.cpp, whatever the metadata says (llama-vocab.cpp).
+# Tokens that end a response in llama.cpp, whatever the metadata (llama-vocab.cpp).
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
         "<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
         "[EOS]", "<eos>", "<end_of_utterance>")
@@ -63,7 +63,7 @@ def _backend(file: GgufFile, tokens: list[str], make: Callable[..., Tokenizer]) 
 
 
 def _eos_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
-    """Returns the ids that end a response besides eos_token_id, as llama.cpp finds them."""
+    """Returns the ids, other than eos_token_id, that end a response in llama.cpp."""
     named = [_token(file, tokens, role) for role in ("eot", "eom")]
     several, key = file.metadata.get("tokenizer.ggml.eos_token_ids"), "tokenizer.ggml.eos_token_ids"
     for i in [] if several is None else file.fields.items(key, int):

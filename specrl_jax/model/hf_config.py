@@ -32,9 +32,9 @@ def parse_config(config: Json, path: str, family: str = "") -> Architecture:
     fields, name = Fields(config, path), family or config.get("model_type")
     fields.check(bool(family) or isinstance(name, str) and name in FAMILIES, "model_type", name,
                  f"choose {', '.join(FAMILIES)}, or name a family in model.family")
-    found = FAMILIES.resolve(str(name))
-    _check_supported(fields, found)
-    heads, kv_heads, head_dim = _heads(fields, found)
+    known = FAMILIES.resolve(str(name))
+    _check_supported(fields, known)
+    heads, kv_heads, head_dim = _heads(fields, known)
     rope = _rope(fields)
     arch = Architecture(
         vocab_size=fields.count("vocab_size"), hidden_size=fields.count("hidden_size"),
@@ -43,8 +43,8 @@ def parse_config(config: Json, path: str, family: str = "") -> Architecture:
         head_dim=head_dim, rope_scaling=_rope_scaling(rope), rope_theta=_rope_theta(fields, rope),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
-        max_position=fields.count("max_position_embeddings", found.max_position), family=str(name))
-    return dataclasses.replace(arch, **found.architecture, **found.read(fields))
+        max_position=fields.count("max_position_embeddings", known.max_position), family=str(name))
+    return dataclasses.replace(arch, **known.architecture, **known.read(fields))
 
 
 def write_config(arch: Architecture, dtype: str = "float32") -> Json:

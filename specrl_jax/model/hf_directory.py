@@ -26,8 +26,8 @@ def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tok
         raise ConfigError(f"{directory}: holds adapters alone; give the model that they were "
                           "merged into (peft's merge_and_unload, or export.py without --adapter)")
     arch = parse_config(read_json(path), str(path), family)
-    tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
-    own = {found.from_checkpoint(name): name for name in tensors.shapes}
+    tensors, known = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
+    own = {known.from_checkpoint(name): name for name in tensors.shapes}
     renamed = Tensors({name: tensors.shapes[x] for name, x in own.items()},
                       lambda name, part: tensors.read_part(own[name], part))
     return arch, read_tokenizer(directory), renamed

@@ -57,16 +57,16 @@ def identity(params: Params) -> str:
     return f"{jax.tree.leaves(params)[0].dtype} {int(_checksum(params)):08x}"
 
 
-def check_identity(field: str, path: str, saved: str | None, found: str | None) -> None:
-    """Raises ConfigError unless frozen weights are those that a checkpoint was trained beside.
+def check_identity(field: str, path: str, saved: str | None, current: str | None) -> None:
+    """Raises ConfigError unless frozen weights are the ones that a checkpoint was trained with.
 
     Args:
       field: config field that names the weights at `path`.
       saved: their `identity` in the checkpoint.
-      found: that of the weights at hand; None if nothing reads them.
+      current: the identity of the weights in use; None if nothing reads them.
     """
-    check(saved == found, field, path, "its weights are not those that the run was "
-          "trained beside; restore its files, or start in another workdir")
+    check(saved == current, field, path, "its weights are not the ones that the run "
+          "was trained with; restore its files, or start in another workdir")
 
 
 @jax.jit
@@ -108,10 +108,10 @@ def run(layers: Layers, step: Callable[[Params, Index, Array], tuple[Array, Out]
 
 def _scan(layers: Params, step: Callable[[Params, Index, Array], tuple[Array, Out]], x: Array,
           taps: tuple[int, ...]) -> tuple[Array, PyTree, Array | None]:
-    """Scans stacked layers. Each writes x to its tap's place, or to a spare one behind the last."""
+    """Scans stacked layers. Each writes x to its tap's slot, or to a spare one after the last."""
     total, tap_count = count(layers), len(taps)
-    place = np.full(total, tap_count, np.int32)
-    place[list(taps)] = np.arange(tap_count)
+    slot = np.full(total, tap_count, np.int32)
+    slot[list(taps)] = np.arange(tap_count)
 
     def body(carry: tuple[Array, Array | None], at: tuple[Params, Array, Array]
              ) -> tuple[tuple[Array, Array | None], Out]:
@@ -123,5 +123,5 @@ def _scan(layers: Params, step: Callable[[Params, Index, Array], tuple[Array, Ou
 
     tapped = jnp.zeros((tap_count + 1, *x.shape), x.dtype) if taps else None
     (x, tapped), outs = jax.lax.scan(
-        body, (x, tapped), (layers, jnp.arange(total, dtype=jnp.int32), jnp.asarray(place)))
+        body, (x, tapped), (layers, jnp.arange(total, dtype=jnp.int32), jnp.asarray(slot)))
     return x, outs, None if tapped is None else tapped[:tap_count].reshape(-1, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""Low-rank adapters, which are trained in place of the matrices of layers.
+"""Low-rank adapters, trained instead of the layers' matrices.
 
 LoRA, arXiv:2106.09685, section 4.1: a frozen W [out, in] acts as W + scale B A, with A [rank, in]
 and B [out, rank]. A is random at first and B zero, so that training starts at the frozen weights.
@@ -18,7 +18,7 @@ from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture, Param, is_param
 from specrl_jax.structs import Params, PyTree
 
-# Where a projection lies: a parameter of a layer, and its part as a function of R.
+# The position of a projection: a parameter of a layer, and its part as a function of R.
 PARTS = {"q_proj": ("qkv", lambda r: np.s_[:, :r]), "k_proj": ("qkv", lambda r: np.s_[:, r]),
          "v_proj": ("qkv", lambda r: np.s_[:, r + 1]), "o_proj": ("o", lambda r: ...),
          "gate_proj": ("gate_up", lambda r: 0), "up_proj": ("gate_up", lambda r: 1),
@@ -88,7 +88,7 @@ def freeze(params: Params, dtype: Any) -> Params:
 
 
 def attach(options: LearnerConfig, base: Params | None, params: Params) -> Params:
-    """Returns weights for a forward pass with adapters beside the frozen matrices.
+    """Returns weights for a forward pass with adapters added to the frozen matrices.
 
     Args:
       base: frozen weights; None if `params` are not adapters but all weights, which are returned.
@@ -97,9 +97,9 @@ def attach(options: LearnerConfig, base: Params | None, params: Params) -> Param
         return params
     scaled = jax.tree_util.tree_map_with_path(
         lambda path, a: a * options.lora_scale if path[-1].key == "b" else a, params)
-    beside = {"lora": scaled["layers"]} if layers.is_stacked(params) else [
+    adapters = {"lora": scaled["layers"]} if layers.is_stacked(params) else [
         {"lora": layer} for layer in scaled["layers"]]
-    return overlay(base, {"layers": beside})
+    return overlay(base, {"layers": adapters})
 
 
 def overlay(params: Params, changed: Params) -> Params:
@@ -114,11 +114,11 @@ def merged_part(options: LearnerConfig, params: PyTree) -> PyTree:
     """Returns those entries of layers, arrays or descriptions, that merging changes."""
     names = {PARTS[target][0] for target in options.lora_targets}
 
-    def keep(layer: Params) -> Params:
+    def select(layer: Params) -> Params:
         return {name: value for name, value in layer.items() if name in names}
 
     old = params["layers"]
-    return {"layers": keep(old) if layers.is_stacked(params) else [keep(x) for x in old]}
+    return {"layers": select(old) if layers.is_stacked(params) else [select(x) for x in old]}
 
 
 def merge(options: LearnerConfig, dtype: Any, base: Params, adapters: Params) -> Params:
@@ -127,13 +127,13 @@ def merge(options: LearnerConfig, dtype: Any, base: Params, adapters: Params) ->
     `overlay` puts them into a tree of all weights. Layers may be stacked.
     """
     def one(layer: Params, adapters: Params) -> Params:
-        found, group = {}, layer["qkv"].shape[1] - 2
+        merged, group = {}, layer["qkv"].shape[1] - 2
         for target, adapter in adapters.items():
             name, part = PARTS[target]
             product = jnp.tensordot(adapter["b"], adapter["a"], 1, precision="highest")
-            whole = jnp.asarray(found.get(name, layer[name]), jnp.float32)
-            found[name] = whole.at[part(group)].add(options.lora_scale * product)
-        return {name: w.astype(dtype) for name, w in found.items()}
+            whole = jnp.asarray(merged.get(name, layer[name]), jnp.float32)
+            merged[name] = whole.at[part(group)].add(options.lora_scale * product)
+        return {name: w.astype(dtype) for name, w in merged.items()}
 
     old, new = base["layers"], adapters["layers"]
     if layers.is_stacked(base):  # a layer at a time: float32 copies of all would need much memory

@@ -71,15 +71,15 @@ class Actor:
         """Returns what the run trains and, for adapters, the identity of their base."""
         if self.step == 0 or self.run is None:
             raise ConfigError("--run: name a run with a checkpoint, whose adapters are read")
-        place = self.run / CHECKPOINTS
+        checkpoints = self.run / CHECKPOINTS
         for _ in range(ATTEMPTS):
             try:
-                stored = saved_leaves(place, self.step, "actor")
+                stored = saved_leaves(checkpoints, self.step, "actor")
                 stacked = not any(name.startswith("actor/layers/0/") for name in stored)
                 abstract = _abstract(lora.trained(self.source.arch, self.learner, stacked), mesh)
-                params = restore_part(place, self.step, "actor", abstract)
-                return params, (read_meta(place, self.step).get("base") if self.learner.lora_rank
-                                else None)
+                params = restore_part(checkpoints, self.step, "actor", abstract)
+                meta = read_meta(checkpoints, self.step) if self.learner.lora_rank else {}
+                return params, meta.get("base")
             except CheckpointError:
                 # A checkpoint that the run is deleting looks damaged, but a newer one exists.
                 if not self.newest or (newest := _newest(self.run)) == self.step:
@@ -99,7 +99,7 @@ def _abstract(described: PyTree, mesh: Mesh) -> PyTree:
         described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
     )
     return jax.tree.map(
-        lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
+        lambda param, to: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=to),
         described, shardings, is_leaf=architecture.is_param)
 
 
@@ -137,11 +137,11 @@ def _newest(run: Path) -> int:
 
 def best_step(run: Path) -> int:
     """Returns the completed steps of a run's best evaluation. Raises ConfigError without one."""
-    found = read_object(run / BEST_FILE)
-    if found is None:
+    best = read_object(run / BEST_FILE)
+    if best is None:
         raise ConfigError(f"{run / BEST_FILE}: no such file, so the run has evaluated nothing yet; "
                           f"it does so with eval.every")
-    step = found.get("step")
+    step = best.get("step")
     if not isinstance(step, int) or step < 1:
         raise ConfigError(f"{run / BEST_FILE} holds no step: give --step=N")
     return step

@@ -145,32 +145,32 @@ LAYER = {  # parameters of a layer
 }
 
 
-def pack(arch: Architecture, tensors: Tensors, places: PyTree = None) -> Params:
+def pack(arch: Architecture, tensors: Tensors, shardings: PyTree = None) -> Params:
     """Returns the parameter tree of architecture.describe in float32.
 
     Args:
-      places: the tree's shardings, with a list of layers or with stacked ones: each process then
-        reads what its own devices hold, and keeps one parameter on the host at a time. None makes
-        numpy arrays of all of it, with a list of layers.
+      shardings: of the tree, with a list of layers or with stacked layers: each process reads the
+        parts of its own devices and holds one parameter on the host at a time. None returns numpy
+        arrays of the whole tree, with a list of layers.
     """
-    stacked = places is not None and is_stacked(places)
+    stacked = shardings is not None and is_stacked(shardings)
     leaves, tree = jax.tree_util.tree_flatten_with_path(describe(arch, stacked), is_leaf=is_param)
-    wanted = [None] * len(leaves) if places is None else tree.flatten_up_to(places)
+    wanted = [None] * len(leaves) if shardings is None else tree.flatten_up_to(shardings)
     return tree.unflatten([
-        _array(param.shape, place, functools.partial(_read_param, tensors, path, param.shape))
-        for (path, param), place in zip(leaves, wanted, strict=True)])
+        _array(param.shape, sharding, functools.partial(_read_param, tensors, path, param.shape))
+        for (path, param), sharding in zip(leaves, wanted, strict=True)])
 
 
-def _array(shape: Shape, place: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
-           ) -> np.ndarray | jax.Array:
-    if place is None:
+def _array(shape: Shape, sharding: jax.sharding.Sharding | None,
+           read: Callable[[Part], np.ndarray]) -> np.ndarray | jax.Array:
+    if sharding is None:
         return read(whole(shape))
     once = functools.cache(read)  # devices may hold the same part
 
     def part(index: Any) -> np.ndarray:
         return once(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
 
-    return jax.make_array_from_callback(shape, place, part)
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _read_param(tensors: Tensors, path: tuple[Any, ...], shape: Shape, part: Part) -> np.ndarray:
@@ -179,10 +179,10 @@ def _read_param(tensors: Tensors, path: tuple[Any, ...], shape: Shape, part: Par
         return tensors.read_part(TOP[path[0].key], part)
     if len(path) == 3:
         return _read_layer(tensors, path[1].idx, path[2].key, shape, part)
-    found = np.empty([end - first for first, end in part], np.float32)
-    for row, layer in zip(found, range(*part[0]), strict=True):
+    out = np.empty([end - first for first, end in part], np.float32)
+    for row, layer in zip(out, range(*part[0]), strict=True):
         row[...] = _read_layer(tensors, layer, path[1].key, shape[1:], part[1:])
-    return found
+    return out
 
 
 def _read_layer(tensors: Tensors, layer: int, name: str, shape: Shape, part: Part) -> np.ndarray:

@@ -213,24 +213,24 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 def _settings(path: Path) -> dict[str, str | None]:
     """Returns the special tokens and the chat template in a file of settings."""
-    found = Fields(read_json(path, optional=True), str(path))
+    fields = Fields(read_json(path, optional=True), str(path))
     settings: dict[str, str | None] = {}
     for key in SPECIAL:
-        token = found.values.get(key)
+        token = fields.values.get(key)
         text = token.get("content") if isinstance(token, dict) else token
-        found.check(token is None or isinstance(text, str), key, token,
+        fields.check(token is None or isinstance(text, str), key, token,
                     f'must be a string, an object with a string "content", or null; {REPAIR}')
-        if key in found.values:
+        if key in fields.values:
             settings[key] = text
-    if "chat_template" in found.values:
-        value = found.values["chat_template"]  # or a list of templates by name
+    if "chat_template" in fields.values:
+        value = fields.values["chat_template"]  # or a list of templates by name
         named = {"default": value}
         if isinstance(value, list) and all(
                 isinstance(t, dict) and isinstance(t.get("name"), str)
                 and isinstance(t.get("template"), str) for t in value):
             named = {t["name"]: t["template"] for t in value}
         template = settings["chat_template"] = named.get("default")
-        found.check(template is None or isinstance(template, str), "chat_template", value,
+        fields.check(template is None or isinstance(template, str), "chat_template", value,
                     "must be a string, or a list of objects with the strings name and template; "
                     f"{REPAIR}")
     return settings
@@ -238,11 +238,11 @@ def _settings(path: Path) -> dict[str, str | None]:
 
 def _eos_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        found = Fields(read_json(directory / name, optional=True), str(directory / name))
-        eos = found.values.get("eos_token_id")
+        fields = Fields(read_json(directory / name, optional=True), str(directory / name))
+        eos = fields.values.get("eos_token_id")
         if eos is not None:
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
-            found.check(all(type(i) is int and 0 <= i < LARGEST for i in ids), "eos_token_id", eos,
+            fields.check(all(type(i) is int and 0 <= i < LARGEST for i in ids), "eos_token_id", eos,
                         f"must be a token id or a list of them; {REPAIR}")
             return ids
     return ()

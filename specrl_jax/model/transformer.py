@@ -96,7 +96,7 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
 
     Args:
       decode: x has few tokens and is not differentiated; a CPU has a kernel for that case.
-      dtype: of the result; None is that of x.
+      dtype: of the result; None keeps the dtype of x.
     """
     cpu = traced_for().platform == "cpu"
     if not decode or not cpu or automatic_axes()[1] > 1:  # a split weight cannot be reshaped
@@ -204,7 +204,7 @@ def in_dtype(params: Params, dtype: jax.typing.DTypeLike) -> Params:
 
 def rematerialize(run: Callable[..., T], remat: str) -> Callable[..., T]:
     """Returns `run`, whose backward pass recomputes what `remat` does not keep: nothing if it is
-    "none", all if it is "full", else what that policy of jax.checkpoint_policies says."""
+    "none", all if it is "full", else what that policy of jax.checkpoint_policies drops."""
     if remat == "none":
         return run
     policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)

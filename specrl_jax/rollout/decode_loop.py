@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specrl_jax.rollout.plan import (
     Decoder,
     RoundPlan,
+    Weights,
     buckets_of,
     frontier_of,
     no_draft,
@@ -55,6 +56,8 @@ def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, stat
       smaller: i32[] rows of the next smaller batch; 0 is none.
       force: i32[2] see `plan_round`.
     """
+    weights = Weights(params, drafter_params)
+
     def then(state: RolloutState, done: Array) -> LoopState:
         live = frontier_of(state).live.sum()
         free = (live < state.seq.shape[0]) & (waiting[0] > 0)
@@ -64,17 +67,16 @@ def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, stat
 
     def plainly(loop: LoopState) -> LoopState:
         planned = loop.planned
-        state, ran = plain_rounds(decoder, params, drafter_params, loop.state, planned,
-                                  rounds - loop.done)
+        state, ran = plain_rounds(decoder, weights, loop.state, planned, rounds - loop.done)
         count = jnp.where(planned.frontier.live, ran, 0)
         state = observe(decoder, state, planned, no_draft(decoder, planned), count, ran)
         return then(state, loop.done + ran)
 
     def with_drafts(loop: LoopState) -> LoopState:
         planned = loop.planned
-        state, tree = draft(decoder, drafter_params, loop.state, planned)
+        state, tree = draft(decoder, weights, loop.state, planned)
         pruned = prune(decoder, state, planned, tree, force)
-        state, count = drafted_round(decoder, params, drafter_params, state, planned, pruned)
+        state, count = drafted_round(decoder, weights, state, planned, pruned)
         state = observe(decoder, state, planned, pruned, count, jnp.int32(1))
         return then(state, loop.done + 1)
 
@@ -92,9 +94,8 @@ def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, stat
                               then(state, jnp.int32(0))).state
 
 
-def plain_rounds(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-                 state: RolloutState, planned: RoundPlan, limit: Array
-                 ) -> tuple[RolloutState, Array]:
+def plain_rounds(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan,
+                 limit: Array) -> tuple[RolloutState, Array]:
     """Runs plain rounds by one plan until a row of any shard ends, and at most `limit` i32[].
 
     Returns:
@@ -103,7 +104,7 @@ def plain_rounds(decoder: Decoder, params: Params, drafter_params: DrafterParams
     most = jnp.minimum(planned.plan.valid_for, limit)
 
     def one(plain: PlainRounds) -> PlainRounds:
-        state = plain_round(decoder, params, drafter_params, plain.state,
+        state = plain_round(decoder, weights, plain.state,
                             planned.replace(frontier=plain.frontier))
         frontier = frontier_of(state)
         ended = (frontier.live != planned.frontier.live).any().astype(jnp.int32)

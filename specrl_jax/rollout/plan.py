@@ -1,6 +1,7 @@
 """What is static in a launch, and the plan of a round, for one data shard."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.structs import (
     Array,
+    DrafterParams,
     DraftTree,
     Frontier,
     Load,
+    Params,
     RolloutState,
     Sampling,
     SpecConfig,
@@ -40,6 +43,13 @@ class Decoder:
     truncates: bool = False  # whether a row may ask for top-k or top-p, or min_p is on
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+class Weights(NamedTuple):
+    """The weights that a rollout reads."""
+
+    actor: Params
+    drafter: DrafterParams
 
 
 def frontier_of(state: RolloutState) -> Frontier:

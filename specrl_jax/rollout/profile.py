@@ -63,7 +63,7 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
       path: of the file; empty is one in the user's cache directory.
     """
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
-    file = cost_file.place(path, wanted) if jax.process_index() == 0 else None
+    file = cost_file.path_of(path, wanted) if jax.process_index() == 0 else None
     try:
         found = file and cost_file.load(file, wanted, blank, since)
     except ConfigError:
@@ -87,7 +87,7 @@ def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path
     costs = cost_model.fit(found, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)
-        if file := cost_file.place(path, wanted):
+        if file := cost_file.path_of(path, wanted):
             cost_file.store(file, wanted, costs)
     return costs
 

@@ -5,6 +5,7 @@ selects a branch or ends a loop is reduced over all shards first, so all shards 
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,34 +14,41 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.protocol import Outcome, prune_within
+from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import LayerKV, Packing
-from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Pruned, RoundPlan, buckets_of
+from specrl_jax.rollout.plan import (
+    NOT_FORCED,
+    Decoder,
+    Pruned,
+    RoundPlan,
+    Weights,
+    buckets_of,
+)
 from specrl_jax.sharding import ROWS, either, straight_line
 from specrl_jax.structs import (
     Array,
     Counters,
-    DrafterParams,
     DraftTree,
-    Params,
+    Frontier,
     Path,
     Proposal,
     RolloutState,
     Verdict,
 )
 from specrl_jax.verify import commit, repetition
-from specrl_jax.verify.protocol import Nodes, Rule, Target
+from specrl_jax.verify.protocol import Nodes, Target
 from specrl_jax.verify.registry import RULES
 
 
-def draft(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, planned: RoundPlan
+def draft(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan
           ) -> tuple[RolloutState, DraftTree]:
     """Proposes a tree for the live rows."""
     frontier, spec = planned.frontier, planned.plan.spec
     tree, drafter_state = decoder.drafter.propose(
-        drafter_params, state.draft, frontier, planned.rows, spec,
-        functools.partial(acceptance.survive, state.estimate))
+        weights.drafter, state.draft, DraftRequest(
+            frontier, planned.rows, spec, functools.partial(acceptance.survive, state.estimate)))
     broken = (frontier.live & tree.broken).sum(dtype=jnp.int32)
     counters = state.counters
     counters = counters.replace(broken=counters.broken + broken,
@@ -77,8 +85,8 @@ def prune(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: Draft
 def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
     """Returns what a controller may see of a tree.
 
-    Where drafts are tested as drawn, that is nothing that was drawn: a node that is verified
-    because of its token has another law (non-anticipation, DSpark).
+    Where drafts are tested as samples, it sees nothing that was drawn: choosing nodes by their
+    tokens would change the distribution of the tokens (non-anticipation, DSpark).
     """
     if not RULES.resolve(decoder.rule).needs_proposal:
         return tree
@@ -86,52 +94,46 @@ def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
                         score_gap=jnp.zeros_like(tree.score_gap), proposal=None)
 
 
-def plain_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-                state: RolloutState, planned: RoundPlan) -> RolloutState:
+def plain_round(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan
+                ) -> RolloutState:
     """Commits one token of every live row, by the same operations with a drafter and without."""
-    bucket = Bucket(planned.frontier.root.shape[0], 1)
-    tree = roots(planned.frontier.root, planned.frontier.live, 1)
-    verdict, path = verify_in(decoder, params, drafter_params, state, planned, tree, tree.live,
-                              bucket, 0)
-    return commit_round(decoder, drafter_params, state, planned, None, jnp.int32(bucket.packed),
-                        verdict, path)
+    frontier = planned.frontier
+    bucket = Bucket(packed=frontier.root.shape[0], nodes=1)
+    tree = roots(frontier.root, frontier.live, 1)
+    verdict, path = verify_in(decoder, weights, state, planned,
+                              Pruned(tree=tree, live=tree.live, bucket=jnp.int32(0)), bucket)
+    state = commit_round(decoder, weights, state, planned.frontier, verdict, path)
+    return state.replace(counters=count(state.counters, planned, verdict, bucket.packed))
 
 
-def drafted_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-                  state: RolloutState, planned: RoundPlan, pruned: Pruned
-                  ) -> tuple[RolloutState, Array]:
+def drafted_round(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan,
+                  pruned: Pruned) -> tuple[RolloutState, Array]:
     """Verifies the pruned trees and commits the accepted path.
 
     Returns:
       The state, and the committed tokens i32[B].
     """
     buckets = buckets_of(decoder, planned.frontier.root.shape[0])
-    branches = [functools.partial(verify_in, decoder, params, drafter_params, state, planned,
-                                  bucket=b, depth=decoder.drafter.depth) for b in buckets]
-    verdict, path = jax.lax.switch(pruned.bucket, branches, pruned.tree, pruned.live)
-    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[pruned.bucket]
+    branches = [functools.partial(verify_in, decoder, weights, state, planned, bucket=bucket)
+                for bucket in buckets]
+    verdict, path = jax.lax.switch(pruned.bucket, branches, pruned)
     seen = acceptance.observe(state.seen, pruned.tree, path, verdict, planned.frontier)
-    state = commit_round(decoder, drafter_params, state.replace(seen=seen), planned, pruned,
-                         packed, verdict, path)
-    return state, verdict.count
+    state = commit_round(decoder, weights, state.replace(seen=seen), planned.frontier, verdict,
+                         path)
+    packed = jnp.asarray([bucket.packed for bucket in buckets], jnp.int32)[pruned.bucket]
+    counters = count(state.counters, planned, verdict, packed)
+    return state.replace(counters=count_drafts(counters, pruned, verdict)), verdict.count
 
 
-def commit_round(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState,
-                 planned: RoundPlan, pruned: Pruned | None, packed: Array, verdict: Verdict,
-                 path: Path) -> RolloutState:
-    """Commits a verdict to the cache and the sequences, and shows it to the drafter.
-
-    Args:
-      pruned: None after a plain round.
-    """
-    frontier = planned.frontier
+def commit_round(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
+                 verdict: Verdict, path: Path) -> RolloutState:
+    """Commits a verdict to the cache and the sequences, and shows it to the drafter."""
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     return state.replace(
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, frontier),
-        draft=decoder.drafter.observe(drafter_params, state.draft, frontier, verdict, path),
-        counters=count(state.counters, planned, pruned, verdict, packed))
+        draft=decoder.drafter.observe(weights.drafter, state.draft, frontier, verdict, path))
 
 
 def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, pruned: Pruned,
@@ -146,18 +148,18 @@ def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, pruned: P
     return state.replace(control=decoder.controller.observe(state.control, planned.plan, outcome))
 
 
-def count(counters: Counters, planned: RoundPlan, pruned: Pruned | None, verdict: Verdict,
-          packed: Array) -> Counters:
-    """Adds one round to the counters."""
+def count(counters: Counters, planned: RoundPlan, verdict: Verdict, packed: int | Array
+          ) -> Counters:
+    """Adds one round to the counters; its forward pass had `packed` tokens."""
     live = planned.frontier.live
-    counters = counters.replace(
+    return counters.replace(
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + live.sum(),
         committed=counters.committed + verdict.count.sum(), packed=counters.packed + packed,
         slots=counters.slots + live.shape[0], clamped=counters.clamped + planned.clamped)
-    return counters if pruned is None else _count_drafts(counters, pruned, verdict)
 
 
-def _count_drafts(counters: Counters, pruned: Pruned, verdict: Verdict) -> Counters:
+def count_drafts(counters: Counters, pruned: Pruned, verdict: Verdict) -> Counters:
+    """Adds one round's verified and committed drafts to the counters, by drafter."""
     index = jnp.arange(verdict.path.shape[1])[None]
 
     def by_origin(which: Array, origin: Array) -> Array:
@@ -171,8 +173,104 @@ def _count_drafts(counters: Counters, pruned: Pruned, verdict: Verdict) -> Count
                             drafted=counters.drafted + drafted)
 
 
-def pack(live: Array, parent: Array, packed: int) -> Packing:
-    """The packing of a bucket's trees. Where every place fits, nodes simply stay in order.
+class Packed(NamedTuple):
+    """The nodes that one forward pass verifies."""
+
+    nodes: Nodes  # of the bucket
+    order: Array  # i32[B, n] index of each in the drafted trees
+    packing: Packing
+
+    @property
+    def tokens(self) -> Array:
+        """i32[W]"""
+        return self.nodes.tokens[self.packing.row, self.packing.node]
+
+    @property
+    def depth(self) -> Array:
+        """i32[W]"""
+        return self.nodes.depth[self.packing.row, self.packing.node]
+
+
+class Forwarded(NamedTuple):
+    """What the actor computes after each packed node."""
+
+    logits: Array  # f32[V, W]
+    kv: LayerKV
+    features: Array | None  # f[F, W] of the drafter's taps
+
+
+def verify_in(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan,
+              pruned: Pruned, bucket: Bucket) -> tuple[Verdict, Path]:
+    """Verifies pruned trees in the shapes of one bucket.
+
+    Returns:
+      The verdict and the accepted path, with D + 1 entries a row whatever the bucket.
+    """
+    packed = pack(decoder, pruned, bucket)
+    output = forward(decoder, weights, state, planned.frontier, packed)
+    verdict, drawn = draw_and_walk(decoder, planned, packed, output.logits,
+                                   decoder.drafter.depth if pruned.live.shape[1] > 1 else 0)
+    return gather(pruned, packed, output, verdict, drawn)
+
+
+def pack(decoder: Decoder, pruned: Pruned, bucket: Bucket) -> Packed:
+    """Returns the pruned nodes at the front of each row, and their packing into one batch."""
+    tree = pruned.tree
+    tokens, parent, depth, live, order = compact(tree, pruned.live, bucket.nodes)
+    nodes = Nodes(tokens=tokens, parent=parent, depth=depth, live=live,
+                  rank=jnp.take_along_axis(tree.rank, order, 1),
+                  proposal=_proposal(decoder.rule, tree, order))
+    return Packed(nodes, order, packing_of(live, parent, bucket.packed))
+
+
+def forward(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
+            packed: Packed) -> Forwarded:
+    """Runs the actor on packed nodes; logits are after the repetition penalty."""
+    arch, packing = decoder.arch, packed.packing
+    hidden, kv, taps = transformer.tree_forward(
+        arch, weights.actor, state.cache, packed.tokens,
+        frontier.context[packing.row] + packed.depth, packing, decoder.implementation,
+        decoder.drafter.taps)
+    logits = transformer.logits(arch, weights.actor, hidden, decode=True)
+    if state.sequences.said is not None:
+        said = state.sequences.said.at[frontier.seq].get(mode="clip")
+        edges = min(decoder.drafter.depth, packed.order.shape[1] - 1)
+        logits = repetition.penalize(logits, decoder.repetition_penalty, said,
+                                     packed.nodes.tokens, packing, edges)
+    features = None if taps is None else decoder.drafter.project(weights.drafter, taps, decode=True)
+    return Forwarded(logits, kv, features)
+
+
+def draw_and_walk(decoder: Decoder, planned: RoundPlan, packed: Packed, logits: Array, depth: int
+                  ) -> tuple[Verdict, Array]:
+    """Draws the actor's token after each node and walks the trees by the rule.
+
+    Returns:
+      The verdict, whose path indexes the packed nodes, and the draws i32[B, n].
+    """
+    frontier, packing = planned.frontier, packed.packing
+    target = Target(logits=logits, place=packing.place, row=packing.row,
+                    position=frontier.generated[packing.row] + packed.depth, frontier=frontier,
+                    sampling=planned.rows, truncates=decoder.truncates, min_p=decoder.min_p)
+    return RULES.resolve(decoder.rule).verify(packed.nodes, target, depth)
+
+
+def gather(pruned: Pruned, packed: Packed, output: Forwarded, verdict: Verdict, drawn: Array
+           ) -> tuple[Verdict, Path]:
+    """Gathers the accepted path; its indices and those of the draws become the drafted trees'."""
+    along = jnp.take_along_axis(packed.packing.place, verdict.path, 1)
+    features = output.features
+    row = jnp.arange(len(along))[:, None]
+    draw = jnp.zeros(pruned.live.shape, jnp.int32)
+    path = Path(kv=_along(output.kv, along),
+                taps=None if features is None else jnp.moveaxis(features, 0, -1)[along],
+                draw=draw.at[row, packed.order].set(drawn, unique_indices=True),
+                verified=pruned.live)
+    return verdict.replace(path=jnp.take_along_axis(packed.order, verdict.path, 1)), path
+
+
+def packing_of(live: Array, parent: Array, packed: int) -> Packing:
+    """Returns the packing of a bucket's nodes, in order where all of them fit.
 
     Args:
       live: bool[B, n].
@@ -186,79 +284,39 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
     else:
         flat = live.reshape(-1)
         order = jnp.cumsum(flat, dtype=jnp.int32) - 1
-        if straight_line():  # `nonzero` adds up places, which accelerators do in a loop
-            found = flat[None] & (order[None] == jnp.arange(packed)[:, None])
-            index = jnp.where(found, jnp.arange(flat.shape[0], dtype=jnp.int32)[None], 0).sum(1)
+        if straight_line():  # accelerators run the sum inside `nonzero` as a loop
+            chosen = flat[None] & (order[None] == jnp.arange(packed)[:, None])
+            index = jnp.where(chosen, jnp.arange(flat.shape[0], dtype=jnp.int32)[None], 0).sum(1)
         else:
             index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
         place = jnp.where(flat, order, 0).reshape(live.shape)
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
-def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-              state: RolloutState, planned: RoundPlan, tree: DraftTree, live: Array,
-              bucket: Bucket, depth: int) -> tuple[Verdict, Path]:
-    """One bucket's verification: pack, forward, draw, walk, gather.
-
-    Args:
-      depth: D; results have D + 1 places a row, whatever the bucket.
-    """
-    frontier, rows = planned.frontier, planned.rows
-    tokens, parent, level, pruned, order = compact(tree, live, bucket.nodes)
-    packing = pack(pruned, parent, bucket.packed)
-    at = (packing.row, packing.node)
-    hidden, fresh, taps = transformer.tree_forward(
-        decoder.arch, params, state.cache, tokens[at], frontier.context[packing.row] + level[at],
-        packing, decoder.implementation, decoder.drafter.taps)
-    logits = transformer.logits(decoder.arch, params, hidden, decode=True)
-    if state.sequences.said is not None:
-        said = state.sequences.said.at[frontier.seq].get(mode="clip")
-        logits = repetition.penalize(logits, decoder.repetition_penalty, said, tokens, packing,
-                                     min(depth, bucket.nodes - 1))
-    rule = RULES.resolve(decoder.rule)
-    nodes = Nodes(tokens=tokens, parent=parent, depth=level,
-                  rank=jnp.take_along_axis(tree.rank, order, 1), live=pruned,
-                  proposal=_proposal(decoder.rule, rule, tree, order))
-    target = Target(logits=logits, place=packing.place, row=packing.row,
-                    position=frontier.generated[packing.row] + level[at], frontier=frontier,
-                    sampling=rows, truncates=decoder.truncates, min_p=decoder.min_p)
-    verdict, draws = rule.verify(nodes, target, depth)
-    along = jnp.take_along_axis(packing.place, verdict.path, 1)
-    if taps is not None:
-        features = decoder.drafter.project(drafter_params, taps, decode=True)
-        taps = jnp.moveaxis(features, 0, -1)[along]
-    original = jnp.take_along_axis(order, verdict.path, 1)
-    rows_of = jnp.arange(live.shape[0])[:, None]
-    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws, unique_indices=True)
-    return verdict.replace(path=original), Path(kv=_along(fresh, along), taps=taps, draw=draws,
-                                               verified=live)
-
-
-def _proposal(name: str, rule: Rule, tree: DraftTree, order: Array) -> Proposal | None:
+def _proposal(name: str, tree: DraftTree, order: Array) -> Proposal | None:
     """Returns the distributions that the bucket's nodes i32[B, n] were drawn from, if needed.
 
     Raises:
-      ConfigError: the rule needs them and the drafter does not give them.
+      ConfigError: the rule needs them and the drafter does not return them.
     """
-    if not rule.needs_proposal or order.shape[1] == 1:
+    if not RULES.resolve(name).needs_proposal or order.shape[1] == 1:
         return None
-    proposal = tree.proposal
-    if proposal is None:
-        raise ConfigError(f"spec.rule = {name!r}: the drafter does not tell what it drew from; "
-                          "choose rejection")
-    return proposal.replace(logq=jnp.take_along_axis(proposal.logq, order[..., None], 1))
+    if tree.proposal is None:
+        raise ConfigError(f"spec.rule = {name!r}: the drafter returns no distribution of its "
+                          "drafts; choose rejection")
+    return tree.proposal.replace(logq=jnp.take_along_axis(tree.proposal.logq, order[..., None], 1))
 
 
 def _along(fresh: LayerKV, place: Array) -> Array:
-    """The path's keys and values, f[D+1, L, 2, G, E, B], of all layers' new ones, each [G, E, W].
+    """Returns the path's keys and values, f[D+1, L, 2, G, E, B], from each layer's [G, E, W].
 
-    One array, and in plain decoding one operation: some for each layer would cost it 2 % on a CPU.
+    One array, and in plain decoding one operation: one a layer would cost a CPU 2 % of decoding.
 
     Args:
-      place: i32[B, D+1] of the path in W.
+      place: i32[B, D+1] positions of the path in W.
     """
     batch, width = place.shape
-    if isinstance(fresh, tuple):  # of stacked layers
+    if isinstance(fresh, tuple):  # stacked layers
         both = jnp.stack(fresh, 1).reshape(-1, *fresh[0].shape[1:])
     else:
         both = jnp.concatenate([a[None] for kv in fresh for a in kv])

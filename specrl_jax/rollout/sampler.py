@@ -135,7 +135,7 @@ class Sampler:
 
     def load_drafter(self) -> tuple[DrafterParams, ...]:
         """Returns the weights of each part of the drafter as its files have them, on the mesh."""
-        return sharding.put(self.drafters.places(self.mesh), self.drafters.weights)
+        return sharding.put(self.drafters.shardings(self.mesh), self.drafters.weights)
 
     def publish_drafter(self, policy: PublishedPolicy, weights: Sequence[DrafterParams],
                         version: int, enabled: bool = True) -> PublishedDrafter:

@@ -62,9 +62,9 @@ def damage(directory: Path, contents: bool = True) -> str | None:
     for name, size, crc in expected:
         path = directory / name
         try:
-            found = path.stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes instead of {size}"
+            actual = path.stat().st_size
+            if actual != size:
+                return f"{name} has {actual} bytes instead of {size}"
             if contents and crc32(path) != crc:
                 return f"{name} has changed since it was written"
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The match rule for one row, in plain numpy: what `match` computes for packed trees of all rows.
 
     noise[v] depends on the sequence and on the token's index, and on nothing that was drafted
-    y = argmax_v(logp[v] + noise[v]) is the token that plain decoding would say here
+    y = argmax_v(logp[v] + noise[v]) is the token that plain decoding would emit here
     if a child of the node holds y: go there; else stop
 """
 

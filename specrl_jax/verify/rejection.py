@@ -66,7 +66,7 @@ class _Cursor(struct.PyTreeNode):
 
 
 def lossless(p: Array, q: Array, token: Array) -> tuple[Array, Array, Array]:
-    """Tests a child as the module's docstring says.
+    """Tests one child, see the module's docstring.
 
     A child with q(c) = 0 was not drawn from q and is tested as a point mass, which is exact however
     it was chosen. So q = 0 (logq = -inf) is right for a drafter without a distribution.

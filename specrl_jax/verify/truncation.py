@@ -1,8 +1,8 @@
 """Truncation by top-k, top-p and min-p: a threshold, so that nothing sorts the vocabulary.
 
-A CPU finds it among the highest scores or by bisection, one position at a time. Accelerators, and
-devices that share a vocabulary, find the bits of all positions' thresholds by a fixed number of
-passes. Of equal scores the lower id comes first.
+A CPU searches among the highest scores or by bisection, one position at a time. Accelerators, and
+devices that share a vocabulary, determine the bits of all thresholds in a fixed number of passes.
+Of equal scores the lower id comes first.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def threshold(scores: Array, top_k: Array, top_p: Array, axis: str | None = None
 
 
 def _raised(edge: Threshold, scores: Array, min_p: float, axis: str | None) -> Threshold:
-    """Returns the boundary `edge`, or that of min-p where it is higher."""
+    """Returns the boundary `edge`, raised to min-p where that is higher."""
     vocab = scores.shape[1]
     top = jax.lax.pmax(scores.max(1), axis) if axis else scores.max(1)
     floor = top + jnp.log(jnp.float32(min_p))
@@ -60,13 +60,13 @@ def _by_digits(scores: Array, top_k: Array, top_p: Array, axis: str | None) -> T
     vocab, devices = scores.shape[1], jax.lax.axis_size(axis) if axis else 1
     top, ids = scores.max(1), (first_id(vocab, axis) + jnp.arange(vocab))[None]
     whole = jnp.exp(scores - (jax.lax.pmax(top, axis) if axis else top)[:, None])
-    there = scores == scores  # NaN has no place in the order
+    there = scores == scores  # NaN has no order
     order = jnp.where(there, _ordered(scores), 0)
 
     def cut(edge: tuple[Array, Array], cuts: Array, weight: Array, target: Array
             ) -> tuple[tuple[Array, Array], Array]:
-        found = _last_by_digits(order, ids, weight, target, vocab * devices, axis)
-        score, last = (jnp.where(cuts, a, b) for a, b in zip(found, edge, strict=True))
+        cut_at = _last_by_digits(order, ids, weight, target, vocab * devices, axis)
+        score, last = (jnp.where(cuts, a, b) for a, b in zip(cut_at, edge, strict=True))
         kept = is_kept(scores, ids, score[:, None], last[:, None])
         return (score, last), jnp.where(there & kept, whole, 0)
 
@@ -107,10 +107,10 @@ def _greatest(holds: Callable[[list[Array]], Array], bits: int, like: Array) -> 
     """
     steps = -(-bits // DIGIT)
 
-    def digit(i: Array, found: Array) -> Array:
-        place = (DIGIT * (steps - 1 - i)).astype(jnp.uint32)
-        bounds = [found + (jnp.uint32(j) << place) for j in range(1, 1 << DIGIT)]
-        return found + (holds(bounds).sum(0).astype(jnp.uint32) << place)
+    def digit(i: Array, value: Array) -> Array:
+        shift = (DIGIT * (steps - 1 - i)).astype(jnp.uint32)
+        bounds = [value + (jnp.uint32(j) << shift) for j in range(1, 1 << DIGIT)]
+        return value + (holds(bounds).sum(0).astype(jnp.uint32) << shift)
 
     return jax.lax.fori_loop(0, steps, digit, jnp.zeros(like.shape, jnp.uint32))
 
@@ -124,7 +124,7 @@ def _totals(parts: list[Array], axis: str | None) -> Array:
 def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """Computes `_boundary`, for peaked distributions from the FEW highest scores alone.
 
-    A CPU finds those in a few passes if there is one position, and by a sort if there are more.
+    A CPU selects those in a few passes if there is one position, and by a sort if there are more.
     """
     used = (top_k > 0) | (top_p < 1)
     few = min(FEW, scores.shape[0])
@@ -140,13 +140,13 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
         target = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
         kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < target)
         last = jnp.maximum(kept.sum() - 1, 0)
-        found = jnp.where(every, last < few - 1, bounded) & (whole > 0)  # not if one is no number
+        certain = jnp.where(every, last < few - 1, bounded) & (whole > 0)  # False if a score is NaN
         mass = jnp.where(jnp.arange(few) <= last, mass, 0).sum()
-        return found, Threshold(best[last], ids[last], mass / whole)
+        return certain, Threshold(best[last], ids[last], mass / whole)
 
-    found, edge = jax.lax.cond(used, near, lambda: (
+    certain, edge = jax.lax.cond(used, near, lambda: (
         jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))))
-    return jax.lax.cond(found, lambda: edge, lambda: _boundary(scores, top_k, top_p))
+    return jax.lax.cond(certain, lambda: edge, lambda: _boundary(scores, top_k, top_p))
 
 
 def _lanes(scores: Array) -> Array:
@@ -191,16 +191,16 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
             weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns (score, id) of the last token whose predecessors weigh less than `target`.
 
-    Tokens are ordered by falling score, then id. Bisection over scores: a pass that finds enough
-    weight continues from the lowest token that it found, and once that seems to be the last one, a
-    further pass proves it. So the number of passes depends on how crowded the boundary is.
+    Tokens are ordered by falling score, then id. Bisection over scores: a pass that collects
+    enough weight continues from the lowest token in it, and once that appears to be the last one, a
+    further pass confirms it. So the number of passes depends on how crowded the boundary is.
 
     Args:
       scores, weight, ids: [n, LANES]; weights of equal scores are equal or 0.
       target: f32[] > 0, at most the sum of weights.
       weigh: weight of a token with a given score, f32[] -> f32[].
     """
-    there = (weight > 0) & (scores == scores)  # NaN has no place in the order
+    there = (weight > 0) & (scores == scores)  # NaN has no order
     order = jnp.where(there, _ordered(scores), 0)  # no number is mapped to 0
     nobody = jnp.uint32(2**32 - 1)
 
@@ -212,13 +212,13 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
     def look(s: _Bracket) -> _Bracket:
         bound = middle(s)
         inside = order >= bound
-        found = jnp.where(inside, weight, 0).sum(0).sum()
+        total = jnp.where(inside, weight, 0).sum(0).sum()
         low = jnp.where(inside, order, nobody).min(0).min()
-        near = found - weigh(_score(low)) < target
-        enough = found >= target
+        near = total - weigh(_score(low)) < target
+        enough = total >= target
         return _Bracket(
             low=jnp.where(enough, low, s.low), last=jnp.where(enough, near, s.last),
-            high=jnp.where(enough, s.high, bound), above=jnp.where(enough, s.above, found))
+            high=jnp.where(enough, s.high, bound), above=jnp.where(enough, s.above, total))
 
     start = _Bracket(low=jnp.where(there, order, nobody).min(0).min(),
                      high=order.max(0).max() + 1, above=jnp.float32(0), last=jnp.bool_(False))
@@ -229,7 +229,7 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
     wanted = jnp.clip(jnp.ceil((target - end.above) / each), 1, count).astype(jnp.int32)
 
     def among() -> Array:
-        """Finds the id of tied token number `wanted`, bit by bit."""
+        """Returns the id of tied token number `wanted`, bit by bit."""
         def bit(i: Array, start: Array) -> Array:
             higher = start | (jnp.int32(1) << (bits - 1 - i))
             return jnp.where((tied & (ids < higher)).sum(0).sum() < wanted, higher, start)

@@ -12,7 +12,7 @@ from eagle_slots import check_tree
 from specrl_jax.control import acceptance
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.history import history
-from specrl_jax.draft.protocol import Drafter, RolloutInfo
+from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.structs import Frontier, Path, Verdict
 
 DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8
@@ -21,7 +21,7 @@ DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8
 @functools.cache
 def compiled(match: int, group: int) -> tuple[Drafter, Any]:
     drafter = history(depth=DEPTH, branch=BRANCH, nodes=NODES, match=match, group=group)
-    return drafter, jax.jit(drafter.propose, static_argnums=(0, 3, 5))
+    return drafter, jax.jit(drafter.propose, static_argnums=0)
 
 
 class Corpus:
@@ -52,8 +52,8 @@ class Corpus:
 
     def tree(self, steps: int = DEPTH, branch: int = BRANCH, frontier: Frontier | None = None
              ) -> Any:
-        found, _ = self.propose((), self.state, frontier or self.frontier, None,
-                                make_spec(steps, branch, NODES, 0), believed)
+        found, _ = self.propose((), self.state, DraftRequest(
+            frontier or self.frontier, None, make_spec(steps, branch, NODES, 0), believed))
         check_tree(jax.tree.map(np.asarray, found), frontier or self.frontier, origin=0)
         return found
 
@@ -116,9 +116,9 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])  # votes for 5 and for 6 are equal
     often = jnp.full((1, DEPTH, acceptance.BINS), 0.75)
     for branch, each in ((2, 0.5), (1, 0.75)):
-        tree, _ = corpus.propose((), corpus.state, corpus.frontier, None,
-                                 make_spec(DEPTH, branch, NODES, 0),
-                                 functools.partial(acceptance.survive, often))
+        tree, _ = corpus.propose((), corpus.state, DraftRequest(
+            corpus.frontier, None, make_spec(DEPTH, branch, NODES, 0),
+            functools.partial(acceptance.survive, often)))
         first = np.asarray(tree.live & (tree.depth == 1))
         assert first.sum() == branch
         np.testing.assert_allclose(np.asarray(tree.survival)[first], each)
@@ -127,8 +127,8 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
 def test_history_of_depth_1_grows_its_first_tokens() -> None:
     drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
-    tree, _ = jax.jit(drafter.propose, static_argnums=(0, 3, 5))(
-        (), corpus.state, corpus.frontier, None, make_spec(1, BRANCH, 3, 0), believed)
+    tree, _ = jax.jit(drafter.propose, static_argnums=0)((), corpus.state, DraftRequest(
+        corpus.frontier, None, make_spec(1, BRANCH, 3, 0), believed))
     assert tree.live.tolist() == [[True] * 3] and tree.parent.tolist() == [[0] * 3]
     assert sorted(np.asarray(tree.tokens)[0, 1:].tolist()) == [5, 6]
 

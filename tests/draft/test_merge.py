@@ -13,7 +13,7 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.merge import graft, likeliest, merge
 from specrl_jax.draft.off import off
-from specrl_jax.draft.protocol import Drafter
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.tiny import TINY
 from specrl_jax.structs import DraftTree, Frontier
@@ -40,11 +40,12 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:
-    def propose(params: Any, state: Any, frontier: Frontier, sampling: Any, spec: Any, survive: Any
-                ) -> Any:
+    def propose(params: Any, state: Any, request: DraftRequest) -> Any:
+        frontier = request.frontier
         drafted = tree_of(rows, nodes, origin)
         plain = roots(frontier.root, frontier.live, nodes)
-        return jax.tree.map(lambda a, b: jnp.where(spec.depth > 0, a, b), drafted, plain), state + 1
+        drafts = request.spec.depth > 0
+        return jax.tree.map(lambda a, b: jnp.where(drafts, a, b), drafted, plain), state + 1
 
     return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
                    select_rows=lambda state, rows: state, names=(f"part{origin}",), **more)
@@ -57,8 +58,8 @@ def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,
     rows = len(first)
     one = jnp.zeros(rows, jnp.int32)
     frontier = Frontier(root=one + ROOT, seq=one, generated=one, context=one, live=one == 0)
-    tree, state = jax.jit(joined.propose, static_argnums=(3, 5))(
-        ((), ()), (0, 0), frontier, None, make_spec(3, 2, nodes, 0, mix), None)
+    tree, state = jax.jit(joined.propose)(((), ()), (0, 0), DraftRequest(
+        frontier, None, make_spec(3, 2, nodes, 0, mix), None))
     assert state == (1, 1) and tree.live.shape == (rows, nodes)
     t = jax.tree.map(np.asarray, tree)
     out = []

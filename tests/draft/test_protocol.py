@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.control import protocol
-from specrl_jax.draft.protocol import Drafter
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.tree import chain
 from specrl_jax.structs import (
     Array,
@@ -25,9 +25,9 @@ def halve(above: Array, draft_prob: Array, depth: Array, origin: Array) -> Array
 
 def test_chain_ends_at_steps_dead_rows_and_negative_tokens() -> None:
     tokens = jnp.asarray([[1, 2, 3], [4, -1, 6], [7, 8, 9]])
-    tree = jax.jit(chain, static_argnames=("survive", "nodes", "origin"))(
-        tokens, jnp.full((3, 3), 0.5), rows([True, True, False]), protocol.make_spec(2, 1, 5, 0),
-        survive=halve, nodes=5, origin=1)
+    request = DraftRequest(rows([True, True, False]), None, protocol.make_spec(2, 1, 5, 0), halve)
+    tree = jax.jit(chain, static_argnames=("nodes", "origin"))(
+        tokens, jnp.full((3, 3), 0.5), request, nodes=5, origin=1)
     tree = jax.tree.map(np.asarray, tree)
     assert tree.live.tolist() == [[True] * 3 + [False] * 2, [True] * 2 + [False] * 3, [False] * 5]
     assert tree.tokens[0].tolist() == [5, 1, 4, 0, 0]

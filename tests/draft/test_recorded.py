@@ -26,7 +26,7 @@ from studies.recorded import replay, replay_params
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft.protocol import RolloutInfo
+from specrl_jax.draft.protocol import DraftRequest, RolloutInfo
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import Frontier, Sampling
 
@@ -109,7 +109,7 @@ def test_changing_corruption_and_cost_compiles_nothing(bench: Bench) -> None:
 @functools.cache
 def compiled(depth: int = DEPTH) -> Any:
     drafter = replay(depth=depth, nodes=depth + 1, vocab=V, origin=1)
-    return drafter, jax.jit(drafter.propose, static_argnums=5)
+    return drafter, jax.jit(drafter.propose)
 
 
 def believed(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
@@ -130,8 +130,8 @@ def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: in
     words = np.random.default_rng(key).integers(0, 2**32, (q, 2)).astype(np.uint32)
     rows = Sampling(temperature=whole, top_p=whole, top_k=whole, limit=whole, key=words,
                     stop=np.full(1, -1, np.int32))
-    tree, after = function(replay_params(corruption, cost), state, *jax.tree.map(
-        jnp.asarray, (frontier, rows)), make_spec(steps, 1, NODES, 0), believed)
+    tree, after = function(replay_params(corruption, cost), state, DraftRequest(
+        *jax.tree.map(jnp.asarray, (frontier, rows)), make_spec(steps, 1, NODES, 0), believed))
     np.testing.assert_array_equal(after, state)
     return jax.tree.map(np.asarray, tree)
 

@@ -6,26 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.draft.protocol import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.registry import DrafterContext, DrafterPart
 from specrl_jax.draft.trainable import DraftInputs, Targets, TrainableDrafter
 from specrl_jax.draft.tree import chain
-from specrl_jax.structs import Array, DraftTree, Frontier, Metrics, Sampling, SpecConfig
+from specrl_jax.structs import Array, DraftTree, Metrics
 
 
 def bigram(context: DrafterContext) -> DrafterPart:
     """Returns the drafter of spec.drafter = bigram:bigram."""
     depth, nodes, vocab = context.sizes["depth"], context.sizes["nodes"], context.arch.vocab_size
 
-    def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-                survive: Survive) -> tuple[DraftTree, Any]:
-        tokens, probs = [frontier.root], []
+    def propose(params: Any, state: Any, request: DraftRequest) -> tuple[DraftTree, Any]:
+        tokens, probs = [request.frontier.root], []
         for _ in range(depth):
             q = jax.nn.softmax(params["weights"]["table"][tokens[-1]])  # f32[B, V]
             tokens.append(q.argmax(1).astype(jnp.int32))
             probs.append(q.max(1))
-        return chain(jnp.stack(tokens[1:]), jnp.stack(probs), frontier, spec, survive,
-                     nodes=nodes, origin=context.origin), state
+        return chain(jnp.stack(tokens[1:]), jnp.stack(probs), request, nodes=nodes,
+                     origin=context.origin), state
 
     rng = np.random.default_rng(context.config.seed)
     weights = {"weights": {"table": rng.standard_normal((vocab, vocab), np.float32)},  # learns

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specrl_jax.draft.protocol import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.registry import DrafterContext, DrafterPart
 from specrl_jax.draft.tree import chain
-from specrl_jax.structs import DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import DraftTree
 
 GUESS = 0.5  # probability of acceptance, until the rollout has measured it
 
@@ -16,11 +16,10 @@ def last_token(context: DrafterContext) -> DrafterPart:
     """Returns the drafter of spec.drafter = last_token:last_token."""
     depth, nodes = context.sizes["depth"], context.sizes["nodes"]
 
-    def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-                survive: Survive) -> tuple[DraftTree, Any]:
-        tokens = jnp.tile(frontier.root[None], (depth, 1))  # i32[D, B]
-        tree = chain(tokens, jnp.full(tokens.shape, GUESS), frontier, spec, survive,
-                     nodes=nodes, origin=context.origin)
+    def propose(params: Any, state: Any, request: DraftRequest) -> tuple[DraftTree, Any]:
+        tokens = jnp.tile(request.frontier.root[None], (depth, 1))  # i32[D, B]
+        tree = chain(tokens, jnp.full(tokens.shape, GUESS), request, nodes=nodes,
+                     origin=context.origin)
         return tree, state
 
     drafter = Drafter(nodes=nodes, depth=depth, branch=1, propose=propose, names=("last_token",))

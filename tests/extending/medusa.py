@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.draft.protocol import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.registry import DrafterContext, DrafterPart
 from specrl_jax.draft.trainable import DraftInputs, from_predictions
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.model.transformer import head, rms_norm
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig, TreeNodes
+from specrl_jax.structs import Array, DraftTree, Frontier, TreeNodes
 
 
 def medusa(context: DrafterContext) -> DrafterPart:
@@ -22,8 +22,8 @@ def medusa(context: DrafterContext) -> DrafterPart:
     arch = context.arch
     last, width = arch.num_layers - 1, arch.hidden_size
 
-    def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-                survive: Survive) -> tuple[DraftTree, Any]:
+    def propose(params: Any, state: Any, request: DraftRequest) -> tuple[DraftTree, Any]:
+        frontier, spec = request.frontier, request.spec
         shape, levels = (len(frontier.root), branch), []
         above = jnp.ones((shape[0], 1, 1))
         for d in range(depth):  # a level has [B, K] nodes, one of each branch
@@ -33,7 +33,7 @@ def medusa(context: DrafterContext) -> DrafterPart:
             k, level, origin = (jnp.broadcast_to(jnp.int32(a), shape) for a in (
                 np.arange(branch), d + 1, context.origin))
             grouped = (*shape, 1) if d else (shape[0], 1, branch)  # siblings last
-            above = survive(above, *(a.reshape(grouped) for a in (prob, level, origin)))
+            above = request.survive(above, *(a.reshape(grouped) for a in (prob, level, origin)))
             levels.append(TreeNodes(
                 tokens=token, parent=1 + (d - 1) * branch + k if d else 0 * k, depth=level,
                 rank=0 * k if d else k, origin=origin, survival=above.reshape(shape),

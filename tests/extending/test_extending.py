@@ -34,6 +34,7 @@ from specrl_jax.config import (
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.data.examples import load_examples
+from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.registry import DRAFTERS, DrafterContext
 from specrl_jax.metrics import trackers
 from specrl_jax.metrics.run_files import Writer, read_metrics
@@ -266,8 +267,8 @@ def test_medusa_tree_branches_at_its_root() -> None:
     rows = jnp.zeros(2, jnp.int32)
     frontier = Frontier(root=rows + 7, seq=rows, generated=rows, context=rows,
                         live=jnp.asarray([True, False]))
-    tree, _ = part.drafter.propose(params, state, frontier, None, make_spec(2, 2, 5, 0),
-                                   lambda above, prob, depth, origin: above * prob)
+    tree, _ = part.drafter.propose(params, state, DraftRequest(
+        frontier, None, make_spec(2, 2, 5, 0), lambda above, prob, depth, origin: above * prob))
     np.testing.assert_array_equal(tree.parent[0], [0, 0, 0, 1, 2])
     np.testing.assert_array_equal(tree.depth[0], [0, 1, 1, 2, 2])
     np.testing.assert_array_equal(tree.live, [[True] * 5, [False] * 5])

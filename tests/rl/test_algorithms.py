@@ -36,8 +36,8 @@ def direction(algorithm: str, logprob: np.ndarray) -> np.ndarray:
     def one(logprob: Any, old: Any, advantage: Any, mask: Any) -> Any:
         terms, _ = losses.sequence_terms(
             loss=losses.LOSSES.resolve(rl.loss), correction=CORRECTIONS.resolve(rl.correction),
-            logprob=logprob, old_logprob=old, rollout_logprob=old, reference=None,
-            advantage=advantage, mask=mask, rl=rl)
+            logprobs=losses.SequenceLogprobs(logprob, old, old), advantage=advantage, mask=mask,
+            rl=rl)
         weights = losses.token_weights(mask=mask, normalize=rl.normalize, total_tokens=16.0,
                                        total_sequences=4.0, max_new_tokens=T)
         return (weights * terms).sum()

@@ -121,8 +121,8 @@ def test_layout_is_that_of_the_config() -> None:
      "learner.micro_batch = 4: must be a multiple of 6: 1 data shards x 6 sequences a row"),
     ({"rl": {"minibatches": 3}, "learner": {"micro_batch": 4}},
      "rl.minibatches = 3: must divide prompts_per_step = 4: a group stays together"),
-    ({"learner": {"remat": True}}, "learner.remat = True: renamed; use full"),
-    ({"learner": {"remat": False}}, "learner.remat = False: renamed; use none"),
+    ({"learner": {"remat": True}}, "learner.remat = True"),
+    ({"learner": {"remat": False}}, "learner.remat = False"),
 ])
 def test_values_that_cannot_work_are_refused(values: dict, line: str) -> None:
     sizes = {"max_prompt_tokens": PROMPT, "max_new_tokens": RESPONSE}

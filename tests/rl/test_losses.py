@@ -82,6 +82,11 @@ def test_ratio_one_is_the_plain_policy_gradient(loss, bounds, advantage):
     np.testing.assert_allclose(jax.grad(surrogate)(logits), want, atol=1e-6)
 
 
+def sequence_terms(*, logprob, old_logprob, rollout_logprob, reference, **rest):
+    return pl.sequence_terms(logprobs=pl.SequenceLogprobs(
+        logprob, old_logprob, rollout_logprob, reference), **rest)
+
+
 def slopes_of(loss, advantage, mask, logprob, old, **bounds):
     """Loss, where it is clipped, and its slope by logprob, of one sequence."""
     def total(logprob):
@@ -196,7 +201,7 @@ def weigh(mask, normalize, tokens, sequences):
 def test_terms_add_the_kl_and_report_metrics():
     # Ratio 2 with A = 1, cut at 1.5; p/q of the reference 1/2: k3 = ln 2 - 1/2.
     # Ratio 2 seen from old: KL(old || new) is estimated by 2 - 1 - ln 2.
-    terms, metrics = pl.sequence_terms(
+    terms, metrics = sequence_terms(
         logprob=log([0.4]), old_logprob=log([0.2]), reference=log([0.2]), advantage=f32(1.0),
         rollout_logprob=log([0.2]), mask=jnp.array([True]),
         **PPO | dict(rl=RLConfig(kl=10.0, **CLIP)))
@@ -216,7 +221,7 @@ def test_terms_add_the_kl_and_report_metrics():
 def test_correction_by_hand(name, weights, cut):
     # old / rollout = 0.4, 1, 4 and 8. The loss is -r A = -1 each, and no KL.
     old, rolled = log([0.08, 0.3, 0.4, 0.8]), log([0.2, 0.3, 0.1, 0.1])
-    terms, metrics = pl.sequence_terms(
+    terms, metrics = sequence_terms(
         logprob=old, old_logprob=old, rollout_logprob=rolled, reference=None, advantage=f32(1.0),
         mask=jnp.ones(4, bool), **PPO | dict(correction=CORRECTIONS[name]))
     np.testing.assert_allclose(terms, -np.array(weights), rtol=1e-5)
@@ -240,7 +245,7 @@ def test_masked_positions_are_never_read(garbage, correction, loss):
     dirty = jnp.where(mask, clean, garbage)
 
     def total(logprob, others):
-        terms, metrics = pl.sequence_terms(
+        terms, metrics = sequence_terms(
             logprob=logprob, old_logprob=others + 0.01, reference=others - 0.1,
             rollout_logprob=others - 0.2, advantage=f32(1.3), mask=mask,
             loss=loss, correction=correction, rl=RLConfig(kl=0.1, **CLIP))
@@ -272,9 +277,9 @@ def test_arguments_are_checked_by_name(loss):
         loss(**good | CLIP | dict(advantage=jnp.zeros(2)))
     rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
     with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
-        pl.sequence_terms(**rest | dict(mask=jnp.ones(3)))
+        sequence_terms(**rest | dict(mask=jnp.ones(3)))
     with pytest.raises(TypeError, match=r"mask \[3\] and values \[1\] differ"):
-        pl.sequence_terms(**rest | dict(reference=jnp.zeros(1)))
+        sequence_terms(**rest | dict(reference=jnp.zeros(1)))
     with pytest.raises(ValueError, match="normalize = 'mean': choose one of token"):
         pl.token_weights(mask=jnp.ones(3, bool), normalize="mean", total_tokens=1.0,
                          total_sequences=1.0, max_new_tokens=3)

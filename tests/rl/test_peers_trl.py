@@ -29,8 +29,8 @@ def ours(rl: RLConfig) -> tuple[float, np.ndarray]:
     def one(logprob: Any, old: Any, reference: Any, advantage: Any, mask: Any) -> Any:
         terms, _ = losses.sequence_terms(
             loss=losses.LOSSES.resolve(rl.loss), correction=CORRECTIONS.resolve("none"),
-            logprob=logprob, old_logprob=old, rollout_logprob=old, advantage=advantage, mask=mask,
-            reference=reference if rl.kl else None, rl=rl)
+            logprobs=losses.SequenceLogprobs(logprob, old, old, reference if rl.kl else None),
+            advantage=advantage, mask=mask, rl=rl)
         weights = losses.token_weights(
             mask=mask, normalize=rl.normalize, total_tokens=float(MASK.sum()),
             total_sequences=float(B), max_new_tokens=T)

@@ -191,7 +191,7 @@ def test_cache_that_cannot_be_written_is_done_without(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert places.user_cache("cost") is None and cost_file.place("", {"device": "x"}) is None
+    assert places.user_cache("cost") is None and cost_file.path_of("", {"device": "x"}) is None
     asked: list[object] = []
     config = types.SimpleNamespace(jax_compilation_cache_dir=None, update=asked.append)
     monkeypatch.setattr(compilation, "jax", types.SimpleNamespace(config=config))
@@ -199,7 +199,7 @@ def test_cache_that_cannot_be_written_is_done_without(
     assert asked == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert places.user_cache("cost") == tmp_path / "cache" / "specrl_jax" / "cost"
-    found = cost_file.place("", {"device": "x"})
+    found = cost_file.path_of("", {"device": "x"})
     assert found is not None and found.parent == places.user_cache("cost")
 
 

@@ -17,7 +17,7 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.draft.protocol import Drafter, RolloutInfo
+from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
 
@@ -54,8 +54,10 @@ def compiled(make: Callable[..., Drafter], own: Callable[[], Any], children: str
     drafter = make(depth=DEPTH, branch=branch, nodes=nodes, children=children, origin=2, **more)
     everywhere = PartitionSpec()
     propose = jax.shard_map(
-        lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
-        mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
+        lambda params, state, *round: drafter.propose(
+            params, state, DraftRequest(*round, contrary)),
+        in_specs=everywhere, out_specs=everywhere, mesh=MESH, axis_names=set(sharding.ROWS),
+        check_vma=False)
     bound = drafter.bind(ACTOR_PARAMS, own())
     drafter = drafter._replace(**{name: jax.jit(getattr(drafter, name))
                                   for name in ("observe", "copy_prompt", "prefill")})

@@ -30,7 +30,7 @@ from specrl_jax.control import fixed, protocol
 from specrl_jax.control.protocol import Controller
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.draft.off import off
-from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
+from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
@@ -42,15 +42,7 @@ from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.runtime.compilation import CompilationCounter
-from specrl_jax.structs import (
-    Array,
-    DraftTree,
-    Frontier,
-    Metrics,
-    Rollout,
-    Sampling,
-    SpecConfig,
-)
+from specrl_jax.structs import Array, DraftTree, Metrics, Rollout, SpecConfig
 from specrl_jax.training.saving import Saved, to_save
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
@@ -161,8 +153,8 @@ def random_drafter(dice: Dice, *, nodes: int, depth: int, vocab: int) -> Drafter
                 "chain": np.full(1, dice.chain, np.float32),
                 "seed": np.full(1, dice.seed, np.int32)}
 
-    def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-                survive: Survive) -> tuple[DraftTree, Any]:
+    def propose(params: Any, state: Any, request: DraftRequest) -> tuple[DraftTree, Any]:
+        frontier, spec = request.frontier, request.spec
         rng = jax.random.fold_in(jax.random.key(0), state["seed"][0])
         trees = jax.vmap(lambda *row: random_tree(rng, state, spec, nodes, depth, vocab, *row))
         return trees(frontier.root, frontier.seq, frontier.generated, frontier.live), state
