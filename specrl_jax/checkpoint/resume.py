@@ -8,7 +8,6 @@ are refused.
 
 import datetime
 import json
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import jax
 from specrl_jax.config import ConfigError, check
 from specrl_jax.config.tasks import STOP
 from specrl_jax.runtime import processes
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.paths import output_directory
 from specrl_jax.runtime.workdir import (
@@ -119,8 +119,8 @@ def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> N
     for other, told in enumerate(processes.share("the files", mine)):
         for field, digests in mine.items():
             theirs = told.get(field) or {}
-            for part, digest in digests.items():
-                check(theirs.get(part) == digest, field, values[field], f"process {other} has "
+            for part, value in digests.items():
+                check(theirs.get(part) == value, field, values[field], f"process {other} has "
                       f"others there ({part}); give all processes the same files")
 
 
@@ -161,15 +161,15 @@ def check_data(workdir: Path, digests: dict[str, str]) -> None:
     to it.
 
     Args:
-      digests: `io.data.digest` of each part of the data, by its name.
+      digests: `data.examples.digest` of each part of the data, by its name.
 
     Raises:
       ConfigError: they differ, or DATA cannot be read.
     """
     path = workdir / DATA
     stored = read_object(path) or {}
-    for name, digest in digests.items():
-        if stored.get(name, digest) != digest:
+    for name, value in digests.items():
+        if stored.get(name, value) != value:
             raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
                               f"was started with (data.data_dir, data.manual_dir, data.path); "
                               f"restore them, or choose another workdir")
@@ -190,18 +190,19 @@ def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callab
     Raises:
       ConfigError: DATA cannot be read.
     """
-    now = "".join(f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" for text in texts)
+    now = [digest([text])[:8] for text in texts]
     path, key = workdir / DATA, f"{RENDERED} {name}"
     stored = read_object(path) or {}
     if (then := stored.get(key)) is None:
         if jax.process_index() == 0:
-            record = {"on": datetime.date.today().isoformat(), "crc32": now}
+            record = {"on": datetime.date.today().isoformat(), "digests": now}
             write_atomically(path, json.dumps(stored | {key: record}) + "\n")
-    elif not isinstance(then, dict) or {"on", "crc32"} - then.keys():
+    elif (not isinstance(then, dict) or "on" not in then
+          or not isinstance(then.get("digests"), list)):
         raise ConfigError(f"{path}: {key!r} is damaged; remove the file, and nothing is compared")
-    elif then["crc32"] != now:
-        first = next((i for i, _ in enumerate(texts)
-                      if now[8 * i:][:8] != str(then["crc32"])[8 * i:][:8]), 0)
+    elif then["digests"] != now:
+        first = next((i for i, pair in enumerate(zip(now, then["digests"], strict=False))
+                      if pair[0] != pair[1]), 0)
         warn(f"the chat template renders the {name} prompts otherwise than when the run was "
              f"started on {then['on']}, first number {first}: {texts[first][:60]!r}...; if it "
              f"holds the date, data.date={then['on']} restores them")

@@ -4,7 +4,6 @@ A file is JSON: what it was measured for (`key`), when, and the arrays of a Cost
 digest of the key. Drivers and neighbours change without a name, so a file also grows stale.
 """
 
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.control.cost_model import CostTable
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.paths import local_path, output_directory, user_cache, writing
 from specrl_jax.structs import Json, carrier
@@ -27,8 +27,8 @@ def path_of(path: str, key: Json) -> Path | None:
     cache."""
     if path:
         return local_path("control.cost_table", path)
-    digest, cache = hashlib.sha256(_plain(key).encode()).hexdigest()[:16], user_cache("cost")
-    return cache and cache / f"{digest}.json"
+    name, cache = digest([_plain(key).encode()])[:16], user_cache("cost")
+    return cache and cache / f"{name}.json"
 
 
 def check_place(path: str) -> None:

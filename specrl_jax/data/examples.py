@@ -1,7 +1,6 @@
 """Prompts: the examples of a dataset, and which of them each step uses."""
 
 import dataclasses
-import hashlib
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from specrl_jax.config import ConfigError, DataConfig, check
 from specrl_jax.data.chats import conversation
 from specrl_jax.data.datasets import DATASETS
+from specrl_jax.runtime import digest as digests
 
 Example = Mapping[str, Any]
 """id: int; question: str, or a list of chat messages; answer: str; and the dataset's own fields."""
@@ -69,15 +69,16 @@ def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:
 
 def digest(examples: Sequence[Example]) -> str:
     """Returns a hash of all examples in their order, for which only JSON values count."""
-    known = hashlib.blake2b(digest_size=16)
-    for index in range(len(examples)):
-        for name, value in sorted(examples[index].items()):
-            try:
-                text = json.dumps([name, value], sort_keys=True)
-            except (TypeError, ValueError):  # an object of a dataset's own
-                continue
-            known.update(f"{text}\n".encode())
-    return known.hexdigest()
+    fields = (field for i in range(len(examples)) for field in sorted(examples[i].items()))
+    return digests.digest(text for field in fields if (text := _encoded(field)))
+
+
+def _encoded(field: tuple[str, Any]) -> bytes:
+    """Returns a field as JSON; nothing of an object of a dataset's own."""
+    try:
+        return json.dumps(field, sort_keys=True).encode()
+    except (TypeError, ValueError):
+        return b""
 
 
 def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:

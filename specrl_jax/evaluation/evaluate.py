@@ -1,6 +1,5 @@
 """Accuracy of a model on problems, and comparison of two evaluations of the same problems."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.state import InitialState
+from specrl_jax.runtime.digest import digest
 from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 
@@ -157,7 +157,8 @@ class Tally:
             "tokens_per_second": int(self.length.sum()) / self.seconds,
             "accept_length": self.counters["committed"] / self.counters["row_rounds"],
             "mean_length": float(self.length.mean()), "stopped": float(self.stopped.mean()),
-            "problems": list(self.prompts.place), "questions_sha256": digest(self.prompts),
+            "problems": list(self.prompts.place),
+            "questions_sha256": questions_digest(self.prompts),
             "correct": self.correct.tolist()}
 
 
@@ -175,13 +176,10 @@ def _describe(config: Config, actor: Actor) -> Json:
         "dtype": config.model.dtype}
 
 
-def digest(prompts: Prompts) -> str:
-    """Returns the SHA-256 of all questions and answers."""
-    digest = hashlib.sha256()
-    for i in range(len(prompts.tokens)):
-        example = prompts.examples[i]
-        digest.update(f"{example['question']}\0{example['answer']}\0".encode())
-    return digest.hexdigest()
+def questions_digest(prompts: Prompts) -> str:
+    """Returns the digest of all questions and answers."""
+    examples = (prompts.examples[i] for i in range(len(prompts.tokens)))
+    return digest(f"{x['question']}\0{x['answer']}\0".encode() for x in examples)
 
 
 def read_evaluation(path: Path) -> Json:

@@ -5,7 +5,6 @@ Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP 
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.layers import is_stacked, layer_of
+from specrl_jax.runtime.digest import digest
 from specrl_jax.structs import Params, PyTree
 
 Shape = tuple[int, ...]
@@ -43,14 +43,12 @@ class Tensors:
     def digest(self) -> str:
         """Returns a hash of all names and shapes, and of the values of the smallest tensors: up to
         SAMPLE elements, so the vectors and a few matrices, not the whole content."""
-        sizes = {name: tuple(map(int, shape)) for name, shape in self.shapes.items()}
-        known, left = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=16), SAMPLE
-        for name in sorted(sizes, key=lambda name: (math.prod(sizes[name]), name)):
-            left -= math.prod(sizes[name])
-            if left < 0:
-                break
-            known.update(np.ascontiguousarray(self.read(name)).tobytes())
-        return known.hexdigest()
+        shapes = {name: [int(size) for size in shape] for name, shape in self.shapes.items()}
+        names = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
+        read = itertools.accumulate(math.prod(shapes[name]) for name in names)
+        small = [name for name, elements in zip(names, read, strict=True) if elements <= SAMPLE]
+        return digest(itertools.chain([shapes], (
+            np.ascontiguousarray(self.read(name)).tobytes() for name in small)))
 
 
 def whole(shape: Shape) -> Part:

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import functools
-import hashlib
 import json
 import re
 import reprlib
@@ -18,6 +17,7 @@ import tokenizers
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.model.fields import LARGEST, REPAIR, Fields
+from specrl_jax.runtime.digest import digest
 from specrl_jax.structs import Json
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
@@ -40,13 +40,13 @@ class Tokenizer:
     def identity(self) -> str:
         """16 hexadecimal digits, equal for tokenizers with the same id for every token."""
         vocab = sorted(self.backend.get_vocab(with_added_tokens=True).items())
-        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
+        return digest([vocab])[:16]
 
     def digest(self) -> str:
         """Returns a hash of `identity`, the chat template and the special and stop tokens."""
         parts = [self.identity, self.template, self.stop_ids,
                  *(getattr(self, name) for name in SPECIAL)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return digest([parts])
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of `text`, including special tokens in it; adds none. Raises
