@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import arms, tables
-from experiments.bench.arms import Arm, Cell
-from experiments.bench.specrl_engine import TIMED, WARM_UP
+from experiments.bench.arms import TIMED, WARM_UP, Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.model.source import open_actor
