@@ -91,7 +91,7 @@ class Arm:
         self.sampler = Sampler(self.config, source.arch, source.tokenizer.stop_ids,
                                sharding.make_mesh(config.mesh), prompts=len(prompts), group=1,
                                tokenizer=source.tokenizer)
-        self.sampler.publish(params, 0)
+        self.state = self.sampler.initial_state(params)
         self.past: np.ndarray | None = None  # i32[prompts, K, T], where the drafter reads it
 
     @property
@@ -99,13 +99,18 @@ class Arm:
         """Whether the drafter reads earlier responses."""
         return bool(self.sampler.engine.layout.past)
 
+    def compile(self) -> None:
+        """Compiles all programs, and measures what rounds cost."""
+        self.sampler.compile(self.state.policy, self.state.drafter)
+        self.state = self.state._replace(speculation=self.sampler.find_costs(*self.state))
+
     def earlier(self, count: int) -> np.ndarray:
         """Returns other plain responses to the same prompts, i32[Q, count, T], padded with -1."""
         return np.stack([self.run(None, EARLIER + i).responses for i in range(count)], 1)
 
     def warm_up(self, widest: Cell, past: np.ndarray | None) -> None:
         """Compiles, and calibrates acceptance estimates with rollouts that are not timed."""
-        self.sampler.compile()
+        self.compile()
         if self.remembers:
             self.past = past
         for _ in range(1 if self.config.control.policy == "fixed" else TRIALS):
@@ -113,16 +118,18 @@ class Arm:
 
     def run(self, cell: Cell | None, step: int = TIMED) -> Run:
         """Returns a timed rollout at a setting; None drafts nothing or leaves it to the policy."""
-        engine = self.sampler.engine
+        engine, (policy, drafter, speculation) = self.sampler.engine, self.state
         if self.config.spec.drafter != "off" and self.config.control.policy == "fixed":
-            engine.control = make_spec(*(cell or (0, 1, 1)), 0,
-                                       (1.0,) * len(engine.decoder.drafter.names))
+            names = engine.decoder.drafter.names
+            speculation = speculation.replace(
+                control=make_spec(*(cell or (0, 1, 1)), 0, (1.0,) * len(names)))
         index = np.arange(len(self.prompts))
         keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
         batch = make_request(self.prompts, keys, 1, self.config.rollout, self.past)
         self.counter.take()
-        result = engine.run(self.sampler.params, batch, self.sampler.drafter_params,
-                            rounds=self.config.rollout.rounds_per_launch)
+        result, speculation = engine.run(policy.params, drafter.params, speculation, batch,
+                                         rounds=self.config.rollout.rounds_per_launch)
+        self.state = self.state._replace(speculation=speculation)
         return Run(result, self.counter.take())
 
 
@@ -158,7 +165,7 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
             for name in ("off", *drafters)}
     arms |= {f"{name} {policy}": Arm(config, source, params, prompts, rows, name, cells, counter,
                                      policy) for name in drafters for policy in policies}
-    arms["off"].sampler.compile()
+    arms["off"].compile()
     remembering = [a for a in arms.values() if a.remembers]
     past = arms["off"].earlier(config.spec.history_past) if remembering else None
     for name, arm in list(arms.items())[1:]:

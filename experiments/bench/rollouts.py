@@ -140,9 +140,10 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
     engine.compile(params, drafter_params)
     compiled = time.perf_counter() - began
     batch = requests(arch, rows, prompt, new, None if drafter == "off" else recorded)
-    engine.run(params, batch, drafter_params)
+    fresh = engine.initial_speculation()
+    _, speculation = engine.run(params, drafter_params, fresh, batch)
     counter = CompilationCounter()
-    result = engine.run(params, batch, drafter_params)
+    result, _ = engine.run(params, drafter_params, speculation, batch)
     seconds = sum(launch.seconds for launch in result.trace)
     counters = result.counters
     return {"compile_seconds": round(compiled, 1), "compilations": counter.take(),

@@ -80,13 +80,16 @@ def config_of(model: str, tiny: bool) -> Config:
 def steps(config: Config) -> dict[str, Any]:
     """Runs the steps of one arm; returns its case of the result file."""
     source = weights.describe_source(config.model.path)
-    trainer: Any = Trainer(config, source, prompts(config), lambda text: None)
-    trainer.compile(lambda text: None)
-    found = [trainer.step()[0] for _ in range(STEPS)]
+    trainer, state = Trainer.create(config, source, prompts(config))
+    state, _ = trainer.compile(state)
+    rows = []
+    for _ in range(STEPS):
+        state, metrics, _ = trainer.step(state)
+        rows.append(_told(metrics))
     return {"model": config.model.path, "sequences": config.prompts_per_step * config.group_size,
             "rows": config.rollout.batch_size, "prompt_tokens": config.rollout.max_prompt_tokens,
             "new_tokens": config.rollout.max_new_tokens, "dtype": config.model.dtype,
-            "steps": [_told(metrics) for metrics in found]}
+            "steps": rows}
 
 
 def prompts(config: Config) -> Prompts:

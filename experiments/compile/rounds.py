@@ -38,7 +38,7 @@ def _drafts(engine: Engine) -> bool:
 def _args(engine: Engine, actor: PyTree, bound: PyTree) -> tuple[PyTree, ...]:
     whole, rows = sharding.replicated(engine.mesh), sharding.rows(engine.mesh)
     return (actor, bound, engine.layout.abstract(engine.shapes.batch),
-            abstract(jax.tree.map(np.asarray, engine.control), whole),
+            abstract(jax.tree.map(np.asarray, engine.initial_speculation().control), whole),
             jax.ShapeDtypeStruct((engine.shapes.shards,), jnp.int32, sharding=rows),
             jax.ShapeDtypeStruct((2,), jnp.int32, sharding=whole))
 

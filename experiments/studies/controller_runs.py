@@ -11,13 +11,14 @@ from bench.timing import alternate
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import ConfigError
-from specrl_jax.control import acceptance, respec
+from specrl_jax.control import respec
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.metrics.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import InitialState
 from specrl_jax.runtime import machine
 from specrl_jax.runtime.compilation import CompilationCounter
 
@@ -49,13 +50,15 @@ class Shape:
         self.all_loads = {context: [load[:: self.group] for load in of]
                           for context, of in loads.items()}
         self.recorded: dict[tuple[int, str, int], np.ndarray] = {}  # by context, lengths and load
+        self.fresh: dict[Sampler, InitialState] = {}  # what each sampler reads, nothing learned yet
         self.maps = 0  # memory maps of an engine's programs, the most so far
         self.plain = self._sampler(bench.params, "off", "off")
         # Where weights lie in memory is worth some per cent of a round: the same for all.
-        make = functools.partial(self._sampler, self.plain.params, bench.drafter)
+        weights = self.fresh[self.plain].policy.params
+        make = functools.partial(self._sampler, weights, bench.drafter)
         self.fixed = make("fixed")
         self.policies = {policy: make(policy) for policy in policies}
-        self.fresh = {name: s.engine.control for name, s in self.policies.items()}
+        self.states = dict(self.fresh)
         self.settings = respec.settings_of(
             bench.config.control.settings,
             profile.limits_of(self.fixed.engine)._replace(
@@ -78,8 +81,9 @@ class Shape:
         sampler = Sampler(config, source.arch, self.bench.stop, sharding.make_mesh(config.mesh),
                           prompts=self.rows // self.group, group=self.group,
                           tokenizer=source.tokenizer, warn=lambda text: None)
-        sampler.publish(params, 0)
-        sampler.compile()
+        state = sampler.initial_state(params)
+        sampler.compile(state.policy, state.drafter)
+        self.fresh[sampler] = state._replace(speculation=sampler.find_costs(*state))
         machine.give_back()
         self.maps = max(self.maps, machine.maps()[0] - held)
         return sampler
@@ -90,12 +94,12 @@ class Shape:
         for load in range(len(self.loads)) if cell.corruption is not None else ():
             if (key := (cell.context, cell.lengths, load)) not in self.recorded:
                 self.recorded[key] = generated(self.run(self.plain, load), self.group)
-        for name, sampler in {"fixed": self.fixed, **self.policies}.items():
-            engine, drafter = sampler.engine, sampler.engine.decoder.drafter
-            engine.acceptance = acceptance.blank(len(drafter.names), drafter.depth)
-            engine.control = self.fresh.get(name, engine.control)
+        for sampler in (self.fixed, *self.policies.values()):
+            state = self.fresh[sampler]
             if cell.corruption is not None:
-                sampler.drafter_params = engine.replicate(replay_params(cell.corruption))
+                replayed = sampler.engine.replicate(replay_params(cell.corruption))
+                state = state._replace(drafter=state.drafter.replace(params=replayed))
+            self.states[sampler] = state
 
     def choosing(self, turn: int) -> int:
         """Returns a load that chooses or teaches, none of those that are timed."""
@@ -114,14 +118,20 @@ class Shape:
             (self.cell.context, self.cell.lengths, load))
         asked = make_request(self.loads[load], keys, self.group, sampler.config.rollout, past)
         asked.limit = self.cell.limits(self.new_tokens)
-        return sampler.engine.run(sampler.params, asked, sampler.drafter_params,
-                                  rounds=sampler.config.rollout.rounds_per_launch)
+        policy, drafter, speculation = self.states[sampler]
+        result, speculation = sampler.engine.run(
+            policy.params, drafter.params, speculation, asked,
+            rounds=sampler.config.rollout.rounds_per_launch)
+        self.states[sampler] = self.states[sampler]._replace(speculation=speculation)
+        return result
 
     def arms(self) -> dict[str, Run]:
         """Returns plain decoding, every fixed setting, and every policy."""
         def fixed(setting: respec.Setting, load: int) -> Result:
             names = self.fixed.engine.decoder.drafter.names
-            self.fixed.engine.control = make_spec(*setting, 0, (1.0,) * len(names))
+            state = self.states[self.fixed]
+            self.states[self.fixed] = state._replace(speculation=state.speculation.replace(
+                control=make_spec(*setting, 0, (1.0,) * len(names))))
             return self.run(self.fixed, load)
 
         return {"off": functools.partial(self.run, self.plain),
