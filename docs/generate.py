@@ -122,7 +122,7 @@ def compile_for_page() -> str:
     """Returns the page with the table of experiments/results/compile_PRESET_TARGET.json."""
     return _filled("compile_for.md", "matrix", [
         "| preset | target, JAX | data x fsdp x tensor | programs | most memory, GiB | "
-        "launch | update | plain round | 8 nodes | minutes |", "|" + " --- |" * 10,
+        "launch | update | minutes |", "|" + " --- |" * 8,
         *(_compiled(json.loads(file.read_text(encoding="utf-8")))
           for file in sorted(RESULTS.glob("compile_*.json")))])
 
@@ -163,20 +163,18 @@ def badge(label: str, text: str) -> str:
 
 def _compiled(result: Mapping[str, Any]) -> str:
     """Returns the row of one result."""
-    config, programs, moved = result["config"], result["programs"], result["round_bytes"]
+    config, programs = result["config"], result["programs"]
     mesh, gib = config["mesh"], 2**30
     found = [p for p in programs if "error" not in p]
     whole = {p["program"]: p["peak"] + sum(p["resident"].values()) for p in found}
     most = max(whole, key=whole.__getitem__)
     own = {p["program"].split()[0]: p["temporaries"] for p in reversed(found)}  # the largest batch
-    wide = f"{moved['verified'] / moved['plain']:.2f} x" if "verified" in moved else ""
     return _row(
         f"`{config['name']}`", f"{result['target']}, {result['versions']['jax']}",
         f"{mesh['data']}x{mesh['fsdp']}x{mesh['tensor']}",
         "; ".join(result["failures"]) or f"all {len(programs)}",
         f"{whole[most] / gib:.1f} of {found[0]['limit'] / gib:.1f}, {most}",
         f"{own['launch'] / result['resident']['cache']:.0%}", f"{own['update'] / gib:.1f}",
-        f"{moved['plain'] / moved['least']:.2f} x", wide,
         f"{sum(p['compile_seconds'] + p['lowering_seconds'] for p in found) / 60:.0f}")
 
 

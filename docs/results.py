@@ -234,19 +234,25 @@ def accuracy(case: Mapping[str, Any]) -> tuple[float, float, float]:
 
 def compilers(figure: plt.Figure) -> None:
     axes = figure.subplots()
-    found = [json.loads(path.read_text(encoding="utf-8"))
-             for path in sorted(RESULTS.glob("compile_*.json"))
-             if not path.stem.endswith("_newest")]  # the same bytes
-    for i, result in enumerate(found):
-        moved = result["round_bytes"]
-        plain, wide = (moved[x] / moved["least"] for x in ("plain", "verified"))
-        axes.plot((plain, wide), (i, i), color=GREY, lw=1)
-        for value, color, label in ((plain, BLUE, "plain round"),
-                                    (wide, ORANGE, "verifies 8 nodes per row")):
+    compiled = [json.loads(path.read_text(encoding="utf-8"))
+                for path in sorted(RESULTS.glob("compile_*.json"))
+                if not path.stem.endswith("_newest")]
+    for i, result in enumerate(compiled):
+        launch, update = (filled(result, name) for name in ("launch", "update"))
+        axes.plot((launch, update), (i, i), color=GREY, lw=1)
+        for value, color, label in ((launch, BLUE, "largest launch"),
+                                    (update, ORANGE, "policy update")):
             axes.plot(value, i, "o", color=color, label=None if i else label)
-    by_name(axes, [f"{r['config']['name']}, {r['target']}" for r in found], 1)
-    axes.set(xlabel="bytes of a round, over the fewest possible", xlim=(0.99, 1.25))
+    by_name(axes, [f"{r['config']['name']}, {r['target']}" for r in compiled], 1)
+    axes.set(xlabel="memory that a program needs with what is resident, of the limit",
+             xlim=(0, 1.05))
     axes.legend(fontsize=10, loc="center right")
+
+
+def filled(result: Mapping[str, Any], name: str) -> float:
+    """Returns the share of the memory limit that the first program of this name fills."""
+    program = next(p for p in result["programs"] if p["program"].split()[0] == name)
+    return (program["peak"] + sum(program["resident"].values())) / program["limit"]
 
 
 def dot(axes: plt.Axes, row: int, values: tuple[float, float, float], color: str) -> None:

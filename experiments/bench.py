@@ -1,4 +1,4 @@
-"""Runs one benchmark.
+"""Runs one benchmark or study.
 
     python experiments/bench.py NAME [flags]
     python experiments/bench.py NAME --help     # the benchmark's own flags
@@ -12,20 +12,18 @@ from pathlib import Path
 
 from bench import standalone  # noqa: F401  (it puts the checkout's packages on the path)
 
-BENCHMARKS = {
-    "rollout": "tokens/s of rollouts against the machine's bound and other engines (--engine)",
-    "speculation": "drafters, settings and policies against plain decoding, by batch size (Fig. 7)",
+STANDALONE = {  # they run without absl and the other dependencies
+    "contract": "the kernels' tests on this device",
+    "kernels": "each kernel at real shapes against memory bandwidth and JAX's own",
+    "rollouts": "rollouts of random weights at Qwen2.5's shapes, with each kernel",
+    "steps": "RL steps of random weights: without drafts, and with a head that learns"}
+BENCHMARKS = STANDALONE | {
+    "speculation": "drafters, settings and policies against plain decoding, by rows (Fig. 7)"}
+STUDIES = {
     "controller": "controllers against the best fixed setting of each load",
-    "staleness": "ways to train the drafter during RL; the same as staleness.py",
-    "drafter": "drafter training against its FLOP bound",
-    "learner": "policy updates against their FLOP bound, and the memory of a training step",
-    "memory": "peak memory without speculation, with it, and with drafter training",
-    "algorithms": "one model with each algorithm, with adapters and on generated tasks",
-    "plan": "predicted seconds of RL steps (plan.py) against measured ones",
-    "kernels": "each kernel at real shapes against memory bandwidth and JAX's own (needs jax only)"}
-MODULES = {"controller": "bench_controller", "staleness": "staleness",
-           "kernels": "bench.kernel_speed"}  # the others are bench.NAME
-STANDALONE = ("kernels",)  # they run without absl and the other dependencies
+    "staleness": "ways to train the drafter during RL",
+    "algorithms": "one model with each algorithm, with adapters and on generated tasks"}
+ALL = BENCHMARKS | STUDIES
 HELP = ("-h", "--help", "--helpshort", "--helpfull")
 
 
@@ -35,12 +33,12 @@ def main(argv: list[str]) -> int:
     if name in HELP:
         print(usage())
         return 0
-    if name not in BENCHMARKS:
-        print(f"error: {name}: no such benchmark; choose one of {', '.join(BENCHMARKS)}",
+    if name not in ALL:
+        print(f"error: {name}: no such benchmark; choose one of {', '.join(ALL)}",
               file=sys.stderr)
         return 2
     sys.argv = [f"{argv[0]} {name}", *argv[2:]]
-    module = importlib.import_module(MODULES.get(name, f"bench.{name}"))
+    module = importlib.import_module(f"{'studies' if name in STUDIES else 'bench'}.{name}")
     if name in STANDALONE:
         return module.main()
     run_with_config(module)
@@ -49,15 +47,18 @@ def main(argv: list[str]) -> int:
 
 def usage() -> str:
     """The text of --help."""
-    lines = [f"  {name:<12} {text}" for name, text in BENCHMARKS.items()]
-    return "\n".join([__doc__.strip(), "", "Benchmarks:", *lines])
+    def lines(some: dict[str, str]) -> list[str]:
+        return [f"  {name:<13} {text}" for name, text in some.items()]
+
+    return "\n".join([__doc__.strip(), "", "Benchmarks:", *lines(BENCHMARKS), "",
+                      "Studies, of RL runs:", *lines(STUDIES)])
 
 
 def run_with_config(module) -> None:
     """Parses --config and the module's flags, calls its `main` and exits.
 
-    A module with `define_flags` has `main(config, workdir)` or, where `NEEDS_MODEL`,
-    `main(config, actor)`.
+    `main(config, workdir)` of a study writes runs; that of a benchmark does not, and where
+    `NEEDS_MODEL` it is `main(config, actor)`.
     """
     import config_flags
     import run_flags
@@ -65,7 +66,7 @@ def run_with_config(module) -> None:
     from bench import results
 
     def call(config, workdir: Path) -> int:
-        if not hasattr(module, "define_flags"):  # a script
+        if not hasattr(module, "define_flags"):  # a study
             return module.main(config, workdir)
         if module.NEEDS_MODEL:
             return module.main(*run_flags.resolve(config))

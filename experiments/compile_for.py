@@ -4,7 +4,7 @@
     python experiments/compile_for.py --config=qwen2_5_0_5b --target=v5e:4x4
     python experiments/compile_for.py --config=tiny --target=v5e:2x2 --config.mesh.data=4
 
-It shows errors of the compiler, memory, copies, collectives, operations, FLOPs and bytes. It says
+It shows errors of the compiler, memory, copies, collectives, operations and least times. It says
 nothing about speed, numerics or hangs: a model is "compiled for" a target, never said to run on
 it. No weights are read. Of a preset with a table of targets, --target takes mesh and batches. Exit
 status 1 and one line a failure if a program does not compile, does not fit, or copies a cache.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import config_flags
 from absl import flags
-from aot import targets
+from compile import targets
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.runtime.files import write_atomically
@@ -31,7 +31,7 @@ JOBS = flags.DEFINE_integer("jobs", 1, "programs compiled at once, of about 2 GB
 
 def main(config: Config, workdir: Path) -> int:
     del workdir
-    from aot import compiling, findings, tables
+    from compile import compiling, findings, tables
 
     if not TARGET.value:
         raise ConfigError("--target: name the devices, such as --target=v6e:4x4")

@@ -17,30 +17,27 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 limit=475 python=${PYTHON:-python3} status=0
 
-# Runs a script in what is left of the time; the next one runs even if it fails.
+# Runs a benchmark in what is left of the time; the next one runs even if it fails.
 part() {
   local left=$((limit - SECONDS))
   ((left > 30)) || { echo "out of time before $*: run it again"; return; }
-  timeout "$left" "$python" "$here/$1" "${@:2}" --seconds=$((left > 90 ? left - 60 : left / 3)) \
+  timeout "$left" "$python" "$here/bench.py" "$@" --seconds=$((left > 90 ? left - 60 : left / 3)) \
     || status=1
 }
 
 everything() {
-  local first=(gpu_rollouts.py --default --models=Qwen2.5-1.5B,Qwen2.5-7B --rows=16)
+  local first=(rollouts --default --models=Qwen2.5-1.5B,Qwen2.5-7B --rows=16)
   part "${first[@]}" "$@"
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part "${first[@]}" "$@"
-  part gpu_steps.py "$@"
-  part gpu_rollouts.py "$@"
-  part bench.py kernels "$@"
+  part steps "$@"
+  part rollouts "$@"
+  part kernels "$@"
   exit $status
 }
 
 case "${1:-}" in
   all) script=() ;;
-  contract) script=("$here/gpu_contract.py") ;;
-  steps) script=("$here/gpu_steps.py") ;;
-  rollouts) script=("$here/gpu_rollouts.py") ;;
-  kernels) script=("$here/bench.py" kernels) ;;
+  contract | steps | rollouts | kernels) script=("$here/bench.py" "$1") ;;
   *) sed -n '2,14p' "$0" >&2; exit 2 ;;
 esac
 shift

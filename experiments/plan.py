@@ -17,12 +17,11 @@ from pathlib import Path
 
 import config_flags
 from absl import flags
-from aot import compiling, findings, targets
 from bench import json_file
-from bench.planning import candidates, predict, traces
-from bench.planning.candidates import Candidate, Plan, shown
-from bench.planning.predict import Machine
-from bench.planning.work import Model
+from compile import candidates, compiling, findings, predict, targets, traces
+from compile.candidates import Candidate, Plan, shown
+from compile.predict import Machine
+from compile.work import Model
 from rich.console import Console
 from rich.table import Table
 
@@ -76,7 +75,7 @@ def compiled(config: Config, candidate: Candidate, target: str) -> tuple[Json, l
     config = override(config, candidate.values)
     largest = config.rollout.batch_size // (config.mesh.data * config.mesh.fsdp)
     result = compiling.compile_for(config, target, ("update", f"launch {largest}"))
-    keys = ("program", "error", "compile_seconds", "limit", "flops", "bytes")
+    keys = ("program", "error", "compile_seconds", "limit", "least_seconds")
     programs = [{key: one[key] for key in keys if key in one}
                 | ({} if "error" in one else {"memory": findings.memory(one)})
                 for one in result["programs"]]

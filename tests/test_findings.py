@@ -190,15 +190,10 @@ def controller() -> Iterator[str]:
 
 
 def compilers() -> Iterator[str]:
-    moved = [json.loads(file.read_text(encoding="utf-8"))["round_bytes"]
-             for file in RESULTS.glob("compile_*.json")]
-    plain = [x["plain"] / x["least"] for x in moved]
-    wide = [x["verified"] / x["plain"] for x in moved]
-    yield (f"moves {min(plain):.2f} to {max(plain):.2f} times the fewest bytes possible, which are "
-           f"weights and context read once, and one that verifies 8 nodes per row "
-           f"{min(wide):.2f} to {max(wide):.2f} times")
-    both = [*plain, *(x["verified"] / x["least"] for x in moved)]
-    yield f"all between {min(both):.2f} and {max(both):.2f}]"
+    compiled = [json.loads(file.read_text(encoding="utf-8"))
+                for file in RESULTS.glob("compile_*.json")]
+    shares = [results.filled(one, name) for one in compiled for name in ("launch", "update")]
+    yield f"all between {min(shares):.0%} and {max(shares):.0%}]"
     settings = results.read("gpu_rollouts_gpu")["cases"]["Qwen2.5-0.5B, 1 rows"]["settings"]
     speed = {name: round(x["tokens_per_second"]) for name, x in settings.items()}
     off = [x for name, x in speed.items() if name.startswith("off")]

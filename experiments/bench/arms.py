@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.model.weights import Source
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.layout import make_request
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.runtime.compilation import CompilationCounter
 
-from .specrl_engine import EARLIER, TIMED, WARM_UP, Run, SpecrlEngine, responses
 from .timing import alternate, ratio, spread
 
+TIMED, WARM_UP, EARLIER = 0, 1, 2  # steps of the noise keys; from EARLIER on, earlier responses
 TRIALS = 4  # rollouts from which a policy learns before it is timed
 
 
@@ -42,28 +46,71 @@ def parse(text: str) -> Cell:
     return Cell(*map(int, numbers))
 
 
-class Arm(SpecrlEngine):
+class Run(NamedTuple):
+    """One rollout of all prompts."""
+
+    result: Result
+    compilations: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.result.sequences.length.sum())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.result.seconds
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds of a round in the compiled loops, without prefill and host."""
+        return sum(launch.seconds for launch in self.result.trace) / self.result.counters["rounds"]
+
+    @property
+    def responses(self) -> np.ndarray:
+        """i32[prompts, T], padded with -1."""
+        made = self.result.sequences
+        within = np.arange(made.tokens.shape[1])[None] < made.length[:, None]
+        return np.where(within, made.tokens, -1).astype(np.int32)
+
+
+class Arm:
     """The engine of one drafter at one batch size. Changing the setting compiles nothing.
 
     Args:
       config: its rollout section sets temperature and max_new_tokens.
+      params: float32, in the layout of Actor.params.
+      prompts: token ids, one sequence each; those beyond `rows` wait for a slot.
       policy: fixed, where each run names its setting, or a policy that chooses.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
                  prompts: Sequence[Sequence[int]], rows: int, drafter: str, cells: Sequence[Cell],
                  counter: CompilationCounter, policy: str = "fixed") -> None:
-        super().__init__(arm_config(config, prompts, rows, drafter, cells, policy), source, params,
-                         prompts, counter, source.tokenizer.stop_ids)
-        self.rows = rows
+        self.config = arm_config(config, prompts, rows, drafter, cells, policy)
+        self.prompts, self.counter = prompts, counter
+        self.sampler = Sampler(self.config, source.arch, source.tokenizer.stop_ids,
+                               sharding.make_mesh(config.mesh), prompts=len(prompts), group=1,
+                               tokenizer=source.tokenizer)
+        self.state = self.sampler.initial_state(params)
+        self.past: np.ndarray | None = None  # i32[prompts, K, T], where the drafter reads it
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the drafter reads earlier responses."""
+        return bool(self.sampler.engine.layout.past)
+
+    def compile(self) -> None:
+        """Compiles all programs, and measures what rounds cost."""
+        self.sampler.compile(self.state.policy, self.state.drafter)
+        self.state = self.state._replace(speculation=self.sampler.find_costs(*self.state))
 
     def earlier(self, count: int) -> np.ndarray:
         """Returns other plain responses to the same prompts, i32[Q, count, T], padded with -1."""
-        return np.stack([responses(self.run(None, EARLIER + i)) for i in range(count)], 1)
+        return np.stack([self.run(None, EARLIER + i).responses for i in range(count)], 1)
 
     def warm_up(self, widest: Cell, past: np.ndarray | None) -> None:
         """Compiles, and calibrates acceptance estimates with rollouts that are not timed."""
-        self.sampler.compile()
+        self.compile()
         if self.remembers:
             self.past = past
         for _ in range(1 if self.config.control.policy == "fixed" else TRIALS):
@@ -71,11 +118,19 @@ class Arm(SpecrlEngine):
 
     def run(self, cell: Cell | None, step: int = TIMED) -> Run:
         """Returns a timed rollout at a setting; None drafts nothing or leaves it to the policy."""
-        engine = self.sampler.engine
+        engine, (policy, drafter, speculation) = self.sampler.engine, self.state
         if self.config.spec.drafter != "off" and self.config.control.policy == "fixed":
-            engine.control = make_spec(*(cell or (0, 1, 1)), 0,
-                                       (1.0,) * len(engine.decoder.drafter.names))
-        return self.generate(step)
+            names = engine.decoder.drafter.names
+            speculation = speculation.replace(
+                control=make_spec(*(cell or (0, 1, 1)), 0, (1.0,) * len(names)))
+        index = np.arange(len(self.prompts))
+        keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
+        batch = make_request(self.prompts, keys, 1, self.config.rollout, self.past)
+        self.counter.take()
+        result, speculation = engine.run(policy.params, drafter.params, speculation, batch,
+                                         rounds=self.config.rollout.rounds_per_launch)
+        self.state = self.state._replace(speculation=speculation)
+        return Run(result, self.counter.take())
 
 
 def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, drafter: str,
@@ -110,7 +165,7 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
             for name in ("off", *drafters)}
     arms |= {f"{name} {policy}": Arm(config, source, params, prompts, rows, name, cells, counter,
                                      policy) for name in drafters for policy in policies}
-    arms["off"].sampler.compile()
+    arms["off"].compile()
     remembering = [a for a in arms.values() if a.remembers]
     past = arms["off"].earlier(config.spec.history_past) if remembering else None
     for name, arm in list(arms.items())[1:]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specrl_jax.runtime.machine import cores, processor
 
@@ -126,9 +125,3 @@ def machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)}
     return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
             "cores": cores(), "python": platform.python_version(), "versions": versions}
-
-
-def lengths_summary(lengths: np.ndarray) -> dict[str, float]:
-    """Returns minimum, median, maximum and sum of i32[rows]."""
-    return {"min": int(lengths.min()), "median": float(np.median(lengths)),
-            "max": int(lengths.max()), "sum": int(lengths.sum())}

@@ -1,4 +1,10 @@
-"""Contenders for one kernel shape: this project's implementations, and those that JAX offers.
+"""Times each kernel at real shapes, against memory bandwidth and what JAX offers.
+
+    python experiments/bench.py kernels
+    python experiments/bench.py kernels --only="xla; dot_product_attention, mask"
+
+Writes results/bench_kernels_PLATFORM.json, and keeps the cases that it holds. Contenders of a shape
+take turns; one that is refused or fails is named with the reason. Needs jax and numpy only.
 
 A program runs a contender over several copies of its large arguments in sequence, like the layers
 of a model, so that CPU caches hold none of them and one dispatch serves all.
@@ -17,14 +23,46 @@ from specrl_kernels import tree_attention as trees
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
 
+from . import hardware, standalone
 from .hardware import Probes
-from .kernel_shapes import HEADS, VOCABULARY, DrawShape, TreeShape
+from .kernel_shapes import HEADS, SETS, VOCABULARY, DrawShape, TreeShape
 from .timing import alternate, seconds_of, spread
 
 COPIES, COPIED_BYTES = 8, 1 << 30
 MOST_BYTES = 8 << 30  # of temporaries that a contender may need
 
+FIRST_CALL = 4.0  # a contender whose first call takes more seconds is not repeated
+
 Program = Callable[..., Any]
+
+
+def main() -> int:
+    """Runs the shapes that the command line names; returns the exit status."""
+    platform = hardware.first_device().platform
+    default = f"bench_kernels_{platform}.json"
+    flags = standalone.parser(__doc__, default)
+    flags.add_argument("--shapes", choices=sorted(SETS), help="which (default: the device's)")
+    flags.add_argument("--only", default="", help="contenders; names hold commas, so use ;")
+    flags.add_argument("--repeats", type=int, default=7)
+    args = flags.parse_args()
+    chosen = "tiny" if args.tiny else args.shapes or ("cpu" if platform == "cpu" else "accelerator")
+    shapes = {shape.name: shape for shape in SETS[chosen]}
+    only = tuple(name.strip() for name in args.only.split(";") if name.strip())
+
+    def case(name: str, results: standalone.Results, probes: Probes) -> dict[str, Any]:
+        return measure(shapes[name], args.repeats, 1 if platform == "cpu" else 10, probes, only,
+                       FIRST_CALL)
+
+    return standalone.run_cases(args, default, shapes, case, line)
+
+
+def line(name: str, case: dict) -> str:
+    """Returns one line: microseconds, and percent of the bandwidth."""
+    shown = [f"{who} {1e6 * one['seconds']['median']:.0f} us "
+             f"({100 * one['bandwidth_fraction']:.0f} %)"
+             for who, one in case["contenders"].items() if "seconds" in one]
+    failed = [f"{who} FAILED" for who, one in case["contenders"].items() if "failed" in one]
+    return f"{name}: {'; '.join(shown + failed)}"
 
 
 class Impossible(Exception):

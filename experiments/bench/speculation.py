@@ -5,10 +5,10 @@
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
         --config.data.system="Work through the problem step by step." --resume
 
-Writes results/bench_speculation.json, and the heat map beside the paper's as .png. Every arm
-decodes the same prompts of config.data in turn: each drafter at each setting, switched off
-(`NAME 0`) and under each policy. Settings are chosen on even repeats and judged on odd ones.
-Nodes below config.control.min_survival are not verified; 0 verifies whole settings.
+Writes results/bench_speculation.json. Every arm decodes the same prompts of config.data in turn:
+each drafter at each setting, switched off (`NAME 0`) and under each policy. Settings are chosen on
+even repeats and judged on odd ones. Nodes below config.control.min_survival are not verified; 0
+verifies whole settings.
 """
 
 import sys
@@ -26,7 +26,7 @@ from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.runtime.compilation import CompilationCounter, use_persistent_cache
 
-from . import arms, heatmap, results, tables
+from . import arms, grids, results, tables
 from .arms import Cell
 from .timing import TimeLeft
 
@@ -90,13 +90,12 @@ def run(config: Config, actor: Actor) -> int:
 
 
 def show(cases: dict[str, Any], out: Path) -> None:
-    """Prints the tables and draws the heat maps."""
+    """Prints the tables."""
     console = tables.console()
     for case in cases.values():
         console.print(tables.speculation_table(case))
     console.print(tables.adapting_table(adapting(cases)))
-    heatmap.draw(grids(cases) | {"ReSpec, Fig. 7 (H100)": heatmap.PAPER}, out.with_suffix(".png"))
-    print(f"wrote {out} and {out.with_suffix('.png')}")
+    print(f"wrote {out}")
 
 
 def refuse_other_arms(out: Path, cells: list[Cell], cases: dict[str, Any]) -> None:
@@ -113,14 +112,14 @@ def refuse_other_arms(out: Path, cells: list[Cell], cases: dict[str, Any]) -> No
                               "ask for the same ones, or name another file")
 
 
-def grids(cases: dict[str, Any]) -> dict[str, heatmap.Grid]:
+def by_drafter(cases: dict[str, Any]) -> dict[str, grids.Grid]:
     """Returns the grid of each drafter, of the arms that every case has."""
     drafters = dict.fromkeys(name.split(" ")[0] for case in cases.values() for name in case["arms"]
                              if name != "off")
-    return {name: heatmap.grid_of(cases, name) for name in drafters}
+    return {name: grids.grid_of(cases, name) for name in drafters}
 
 
 def adapting(cases: dict[str, Any]) -> dict[str, Any]:
     """Returns the gain from adapting to the load with each drafter, and in the paper."""
-    return {name: heatmap.adapting(grid, [p for p in POLICIES if p in next(iter(grid.values()))])
-            for name, grid in grids(cases).items()} | {"paper": heatmap.adapting(heatmap.PAPER)}
+    return {name: grids.adapting(grid, [p for p in POLICIES if p in next(iter(grid.values()))])
+            for name, grid in by_drafter(cases).items()} | {"paper": grids.adapting(grids.PAPER)}

@@ -7,16 +7,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import jax
 
 ROOT = Path(__file__).resolve().parents[2]
 for _place in (ROOT, ROOT / "kernels", ROOT / "experiments"):
     if str(_place) not in sys.path:
         sys.path.append(str(_place))
 
-from . import json_file  # noqa: E402
+from . import hardware, json_file  # noqa: E402
 
 
 def parser(text: str, default: str) -> argparse.ArgumentParser:
@@ -79,6 +81,32 @@ class Results:
         for name in failed:
             print(f"failed: {name}: {self.found['cases'][name]['failed']}", file=sys.stderr)
         return 1 if failed else 0
+
+
+def run_cases(args: argparse.Namespace, default: str, names: Iterable[str],
+              measure: Callable[[str, Results, hardware.Probes], dict[str, Any]],
+              line: Callable[[str, dict[str, Any]], str]) -> int:
+    """Measures the cases that the result file lacks while there is time; returns the exit status.
+
+    Args:
+      args: of `parser`.
+      default: name of the result file.
+      names: of all cases.
+      measure: returns the case of a name.
+      line: describes a case on the terminal.
+    """
+    results = Results(args.out, default, {"command": command(), "machine": hardware.machine()},
+                      args.seconds)
+    left = results.left(names)
+    probes = hardware.probes_here(args.tiny) if left else None
+    for name in left:
+        if not results.in_time():
+            break
+        case = measure(name, results, probes)
+        results.add(name, case)
+        print(line(name, case), flush=True)
+        jax.clear_caches()
+    return results.finish(names)
 
 
 def command() -> str:

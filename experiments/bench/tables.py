@@ -14,63 +14,10 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def rollout_tables(case: dict[str, Any]) -> list[Table]:
-    """Returns the speed of all contenders of one case, and its ratios."""
-    return [_speed(case), *([_ratios(case)] if case["ratios"] else [])]
-
-
 def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
     """Returns median and range of a spread as text."""
     median, low, high = (found[name] * scale for name in ("median", "min", "max"))
     return f"{median:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
-
-
-def _speed(case: dict[str, Any]) -> Table:
-    equal = case["equal_streams"]
-    note = "" if equal is None else f"; {equal:.0%} of streams equal with and without a draft"
-    table = Table("", "tokens/s", "ms a round", "GB/s", "GFLOP/s", "bound ms", "over bound",
-                  "occupancy", "accept length", "prefill s", "compiled",
-                  title=f"{case['workload']}, {case['rows']} rows, {case['useful_tokens']} tokens",
-                  caption=f"median (range){note}")
-    for name, one in case["contenders"].items():
-        speed = between(one["tokens_per_second"])
-        if "round_seconds" not in one:
-            table.add_row(name, speed)
-            continue
-        table.add_row(
-            name, speed, between(one["round_seconds"], 1e3),
-            between(one["bandwidth"], 1e-9), between(one["peak"], 1e-9, 0),
-            f"{between(one['bound_round_seconds'], 1e3)} {' '.join(one['bound_kind'])}",
-            between(one["over_bound"], digits=2), f"{one['occupancy']:.2f}",
-            f"{one['accept_length']:.2f}", between(one["prefill_seconds"], digits=2),
-            str(one["compilations"]))
-    return table
-
-
-def _ratios(case: dict[str, Any]) -> Table:
-    table = Table("tokens/s", "ratio", "pairs")
-    for name, found in case["ratios"].items():
-        table.add_row(name, between(found, digits=2),
-                      " ".join(f"{value:.2f}" for value in found["values"]))
-    return table
-
-
-def learner_table(result: dict[str, Any]) -> Table:
-    """Returns the speed of one policy update for each packing."""
-    table = Table("packing", "seconds", "useful tokens/s", "response tokens/s", "bound s",
-                  "over bound", "useful", "compiler's MB",
-                  title=f"one update of {result['sequences']} sequences",
-                  caption=f"peak {result['hardware']['peak'] / 1e9:.0f} GFLOP/s; a training step "
-                          f"held {result['peak_rss_bytes']['step'] / 1e6:.0f} MB at most; "
-                          f"median (range)")
-    for name, one in result["cases"].items():
-        table.add_row(
-            name, between(one["seconds"], digits=2), between(one["useful_tokens_per_second"]),
-            between(one["response_tokens_per_second"]), f"{one['bound_seconds']:.2f}",
-            between(one["over_bound"], digits=2),
-            f"{one['useful']['tokens'] / one['padded_tokens']:.0%}",
-            f"{one['temporary_bytes'] / 1e6:.0f}")
-    return table
 
 
 def adapting_table(found: dict[str, Any]) -> Table:

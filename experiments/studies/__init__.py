@@ -1,1 +1,1 @@
-"""Rules and a drafter for experiments, which scripts here name as studies.MODULE:NAME."""
+"""The studies of the paper, and rules and a drafter that runs name as studies.MODULE:NAME."""

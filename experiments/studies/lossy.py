@@ -5,7 +5,7 @@
 Each is `rejection.walk` with one part exchanged; arguments and results are those of
 `rejection.walk`. `tests/verify/test_known_broken_rules.py` shows that the checks of exactness
 notice them. The rules of the second half are bugs on purpose, most of them published ones, to
-measure how far they move a reward curve (experiments/staleness.py --questions=bugs).
+measure how far they move a reward curve (experiments/bench.py staleness --questions=bugs).
 """
 
 import functools

@@ -6,6 +6,7 @@ they read: head h of a checkpoint is qkv[h // R, h % R] with R = H / G.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -95,6 +96,11 @@ def describe(arch: Architecture, stacked: bool = False) -> dict[str, Any]:
 
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)
+
+
+def count(described: Any) -> int:
+    """Returns the number of parameters of a tree with a `Param` at each leaf."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(described, is_leaf=is_param))
 
 
 def initialize(arch: Architecture, seed: int) -> Params:

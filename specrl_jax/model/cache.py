@@ -97,10 +97,11 @@ def segments(slots: int) -> tuple[int, ...]:
 def _attend(q: Array, fresh: tuple[Array, Array], packing: Packing, at: tuple[Any, Any],
             cached: tuple[Any, Any], length: Array, **options: Any) -> Array:
     g, r, e, w = q.shape
-    tree = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in fresh)
+    (row, node), (cache_k, cache_v) = at, cached
+    tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in fresh)
     out = tree_attention(
-        q.reshape(g * r, e, w).transpose(2, 0, 1), *at, *tree, packing.parent, *cached, length,
-        scale=e**-0.5, **options)
+        q.reshape(g * r, e, w).transpose(2, 0, 1), row, node, tree_k, tree_v, packing.parent,
+        cache_k, cache_v, length, scale=e**-0.5, **options)
     return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
 

@@ -1,7 +1,6 @@
 """The policy's programs and the shapes of what they read, described without weights or a device."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,9 +174,9 @@ def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metric
     """
     rate = tokens / seconds / mesh.size
     chip = chip_of(mesh.devices.flat[0])
-    described = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
+    parameters = architecture.count(architecture.describe(arch))
     share = {} if chip is None else {
-        "learn/mfu": 6 * sum(math.prod(p.shape) for p in described) * rate / chip.flops}
+        "learn/mfu": 6 * parameters * rate / chip.flops}
     return {"learn/tokens_per_second": rate} | share
 
 

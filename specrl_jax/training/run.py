@@ -173,8 +173,7 @@ def step_flops(config: Config, arch: Architecture) -> float:
 
     The most that rl.filter may generate counts; evaluations do not.
     """
-    leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
-    parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+    parameters = architecture.count(architecture.describe(arch))
     learned = config.sequences * config.rollout.max_new_tokens
     generated = config.rl.most_rollouts * (
         config.prompts_per_step * config.responses * config.rollout.max_new_tokens)

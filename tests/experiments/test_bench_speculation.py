@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import arms, tables
-from experiments.bench.arms import Arm, Cell
-from experiments.bench.specrl_engine import TIMED, WARM_UP
+from experiments.bench.arms import TIMED, WARM_UP, Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.model.source import open_actor
@@ -50,7 +49,7 @@ def test_earlier_responses_are_other_samples():
     prompts = [[1, 2, 3], [4, 5]]
     arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)), prompts, 2,
               "off", [Cell(1, 1, 2)], CompilationCounter())
-    arm.sampler.compile()
+    arm.compile()
     earlier = arm.earlier(3)
     runs = [arm.run(None, step) for step in (TIMED, WARM_UP)]
     assert [arms.describe([run], runs[:1])["flips"] for run in runs] == [0, 2]

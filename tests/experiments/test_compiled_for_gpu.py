@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.aot import compiling, findings, targets
+from experiments.compile import compiling, findings, targets
 from specrl_jax.config import load_config, override
 from specrl_jax.structs import Json
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experiments.aot import compiling, findings, targets
+from experiments.compile import compiling, findings, targets
 from specrl_jax.config import Config, ConfigError, load_config, override
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(
@@ -79,28 +79,6 @@ def test_launch_with_trees_and_update_compile_on_2x2x2(
     assert not any(copy["in_loop"] for found in programs for copy in found["cache_copies"])
     again = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
     assert all(found["kept"] for found in again["programs"])
-
-
-BYTES = """
-import json, sys
-from experiments.aot import programs, rounds, targets
-from specrl_jax.config import load_config, override
-from specrl_jax.sharding import make_mesh
-config = override(load_config(sys.argv[1]), {"rollout.max_prompt_tokens": 512,
-                                             "rollout.max_new_tokens": 3584})
-run = programs.describe(config, make_mesh(config.mesh, targets.devices(targets.parse("v6e:4x4"))))
-print(json.dumps(rounds.moved(run.engine, run.actor, run.bound)))
-"""
-
-
-def test_round_of_7b_reads_hardly_more_than_weights_and_context() -> None:
-    """16 rows a data shard, 4,096 slots: what counts is read once, with 8 nodes a row as well."""
-    found = subprocess.run([sys.executable, "-c", BYTES, "qwen2_5_7b:v6e_4x4"],
-                           capture_output=True, text=True, env=environment())
-    assert found.returncode == 0, found.stderr[-2000:]
-    moved = json.loads(found.stdout)
-    assert 1 < moved["plain"] / moved["least"] < 1.15
-    assert 1 < moved["verified"] / moved["plain"] < 1.10
 
 
 @pytest.mark.parametrize("target,changes,expected", [

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers import ROOT
 
-from experiments.bench.planning import candidates, predict, traces, work
-from experiments.bench.planning.predict import Machine
-from experiments.bench.planning.traces import Trace
-from experiments.bench.planning.work import Model
+from experiments.compile import candidates, predict, traces, work
+from experiments.compile.predict import Machine
+from experiments.compile.traces import Trace
+from experiments.compile.work import Model
 from specrl_jax.config import Config, ConfigError, load_config, override
 from specrl_jax.metrics.run_files import encode
 from specrl_jax.model.tiny import TINY
@@ -64,15 +64,22 @@ def test_trace_of_a_run_has_its_lengths_and_acceptance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "", "[]", '{"lengths": [3]}', '{"lengths": [], "acceptance": [0.5]}',
-    '{"lengths": [0], "acceptance": [0.5]}', '{"lengths": [3], "acceptance": [1.5]}',
-    '{"lengths": "x", "acceptance": [1]}'])
+    "[]", '{"lengths": [3]}', '{"lengths": [], "acceptance": [0.5]}',
+    '{"lengths": [0], "acceptance": [0.5]}', '{"lengths": [3], "acceptance": [1.5]}'])
 def test_wrong_trace_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--trace=.*give a run's directory") as error:
         traces.read(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_lengths_have_a_heavy_tail_at_every_length() -> None:
+    """Few rows are cut, most are short."""
+    for most in (8, 48, 384):
+        lengths = traces.heavy_limits(64, most)
+        assert lengths.min() >= 1 and lengths.max() <= most
+        assert (lengths == most).mean() < 0.1 and (lengths < most / 2).mean() > 0.7
 
 
 def test_memory_is_that_of_the_shapes() -> None:
@@ -122,12 +129,6 @@ def test_layouts_are_ranked_and_those_that_do_not_fit_refused() -> None:
     assert all(name.startswith("memory: most of it ") for name in some.refused)
 
 
-def test_nothing_that_fits_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"no layout fits; the nearest misses 0\.0 GiB") as error:
-        candidates.plan(config(), TINY, machine(1000), NEVER)
-    assert "\n" not in str(error.value)
-
-
 def test_shared_links_slow_tensor_parallel_rounds() -> None:
     """Reductions of 2 layers x 2 of activations, twice over half of the links."""
     model = Model(config(**{"mesh.tensor": 2}), TINY)
@@ -148,20 +149,11 @@ def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> N
     assert sum(best["gib"].values()) < 15.75 and best["seconds"]["rollout"] > 0
 
 
-def test_plan_without_plain_layouts_always_drafts(command: Callable[..., Any], tmp_path: Path
-                                                  ) -> None:
-    done = command("plan.py", "--config=qwen2_5_0_5b", "--target=v5e:2x2", "--nocompile",
-                   "--noplain", "--config.prompts_per_step=8", f"--out={tmp_path / 'plan.json'}")
-    assert done.returncode == 0, done.stderr
-    ranked = json.loads((tmp_path / "plan.json").read_text())["ranked"]
-    assert {one["values"]["spec.drafter"] for one in ranked} == {"eagle"}
-
-
 STUBBED = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "experiments")!r})
 import plan
-found = dict(compile_seconds=1.0, limit=9, flops=1.0, bytes=1.0, cache_copies=[])
+found = dict(compile_seconds=1.0, limit=9, least_seconds=1.0, cache_copies=[])
 plan.targets.check_packages = lambda target: None
 plan.compiling.compile_for = lambda config, target, only: dict(programs=[
     dict(found, program=only[0], peak=5, resident=dict(cache=2)),

@@ -1,6 +1,6 @@
 """The contract of the perturbed argmax, run against every implementation but the oracle.
 
-experiments/gpu_contract.py runs the same cases on a GPU.
+experiments/bench.py contract runs the same cases on a GPU.
 """
 
 import functools

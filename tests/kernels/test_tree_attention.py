@@ -1,6 +1,6 @@
 """The contract of tree attention, run against every implementation that there is for this device.
 
-On a CPU kernels are interpreted; experiments/gpu_contract.py runs the same cases on a GPU.
+On a CPU kernels are interpreted; experiments/bench.py contract runs the same cases on a GPU.
 """
 
 import contextlib

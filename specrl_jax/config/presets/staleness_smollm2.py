@@ -2,8 +2,8 @@
 
 Claim    of 363 s that 30 steps take without speculation, a head from train_drafter.py nets 78 s,
          and 14 to 30 s where it goes on learning
-Command  python experiments/staleness.py --config=staleness_smollm2 --arms=once,every_5,trigger
-             --head=DIRECTORY --at_once=3
+Command  python experiments/bench.py staleness --config=staleness_smollm2
+             --arms=once,every_5,trigger --head=DIRECTORY --at_once=3
 Cost     about 7 minutes and 7.1 GiB an arm on 2 CPU cores; all five arms at once do not fit
          24 GiB, and by threes the last two take turns without the plain one
 """

@@ -1,1 +1,0 @@
-"""Predicts what an RL step costs on devices that are not there: see experiments/plan.py."""

@@ -1,0 +1,155 @@
+"""What compiling one program showed, kept by the hash of all that it depends on."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specrl_jax.runtime.compilation import Program
+from specrl_jax.runtime.hardware import GIB, Chip
+from specrl_jax.runtime.paths import user_cache
+from specrl_jax.structs import Json, PyTree, RolloutState
+
+from . import hlo, programs, work
+from .targets import Target, versions
+
+NO_ROOM = "does not fit:"
+
+
+def store() -> Path | None:
+    """Returns the directory of kept findings, in the user's cache; None if none can be written."""
+    return user_cache("compiled_for")
+
+
+def key(lowered: Any, target: Target) -> str:
+    """Returns the hash of a lowered module, the target, and what compiles and reads it."""
+    sources = b"".join(Path(file).read_bytes() for file in (hlo.__file__, __file__))
+    about = json.dumps([target.name, versions(), os.environ.get("XLA_FLAGS", ""),
+                        os.environ.get("LIBTPU_INIT_ARGS", ""),
+                        hashlib.sha256(sources).hexdigest()])
+    text = lowered.as_text()
+    return hashlib.sha256(about.encode() + text.encode()).hexdigest()
+
+
+def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder: Path | None,
+         begin: Callable[[Json], None] = lambda event: None) -> Json:
+    """Compiles a program, unless its findings are kept; returns them as JSON values.
+
+    Args:
+      chip: the figures of one device.
+      folder: where findings are kept; None keeps none and reads none.
+      begin: called with {"known", "path"} before the compiler runs: what is known without it, and
+        the file of the findings, so that the end of this process can be kept there, too.
+    """
+    began = time.perf_counter()
+    lowered = program.lower()
+    lowering = time.perf_counter() - began
+    least = work.least(work.Model(run.config, run.arch), program.title)
+    known = {
+        "program": program.title, "lowering_seconds": round(lowering, 2),
+        "resident": programs.beside(program, run.resident), "limit": chip.limit,
+        "least_seconds": least and chip.least_seconds(least.flops, least.moved)}
+    path = None if folder is None else folder / f"{key(lowered, target)}.json"
+    if path is not None and path.exists():
+        return known | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
+    begin({"known": known, "path": "" if path is None else str(path)})
+    try:
+        found = _compile(lowered, program)
+    except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
+        found = {"error": one_line(error)}
+    if path is not None:
+        keep(path, found)
+    return known | {"kept": False} | found
+
+
+def keep(path: Path, found: Json) -> None:
+    """Writes findings of a program for later calls."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(path)
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error of JAX or a compiler says first; of too little memory, how much."""
+    text = str(error)
+    if found := re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded hbm capacity by "
+                          r"([\d.]+\w)", text):
+        return f"{NO_ROOM} the compiler needs {found[1]} of {found[2]}, {found[3]} too much"
+    if found := re.search(r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", text):
+        return f"{NO_ROOM} its temporaries alone need {found[1]} of {found[2]}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
+
+
+def _compile(lowered: Any, program: Program) -> Json:
+    began = time.perf_counter()
+    compiled = lowered.compile(compiler_options=program.options)
+    seconds = time.perf_counter() - began
+    memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
+    donated = [info for info in jax.tree.leaves(lowered.args_info) if info.donated]
+    caches = _cache_elements(program)
+    return {
+        "compile_seconds": round(seconds, 2), "peak": memory.peak_memory_in_bytes,
+        "arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes, "host": memory.host_temp_size_in_bytes,
+        "donated": len(donated), "aliased": module.aliased,
+        "aliased_bytes": memory.alias_size_in_bytes, "operations": hlo.operations(module),
+        "kinds": hlo.kinds(module), "collectives": hlo.collectives(module),
+        "cache_copies": hlo.cache_copies(module, caches) if caches else []}
+
+
+def _cache_elements(program: Program) -> set[int]:
+    """Returns the elements on a device of the arrays of the cache that a program is given."""
+    states = [part for part in program.args if isinstance(part, RolloutState)]
+    leaves: list[PyTree] = [leaf for state in states for leaf in jax.tree.leaves(state.cache.kv)]
+    return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
+
+
+def memory(found: Json) -> int:
+    """Returns the bytes on a device of a program and of what is resident beside it."""
+    return found["peak"] + sum(found["resident"].values())
+
+
+def failures(found: Json) -> list[str]:
+    """Returns one line for each reason why a program cannot be used, "" never."""
+    name, lines = found["program"], []
+    if "error" in found:
+        hint = f"; {way_out(name)}" if found["error"].startswith(NO_ROOM) else ""
+        return [f"{name}: {found['error']}{hint}"]
+    needed = memory(found)
+    over = needed - found["limit"]
+    if over > 0:
+        lines.append(
+            f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {found['limit'] / GIB:.2f}, "
+            f"{over / GIB:.2f} too much: {found['peak'] / GIB:.2f} of its own beside "
+            f"{_parts(found['resident'])}; {way_out(name)}")
+    for copy in found["cache_copies"]:
+        where = "in a loop" if copy["in_loop"] else "at its edge"
+        lines.append(f"{name}: {copy['count']} x {copy['kind']} of a cache's "
+                     f"{copy['bytes'] / 2**20:.0f} MiB {where}")
+    return lines
+
+
+def way_out(name: str) -> str:
+    """Returns what to change where a program does not fit."""
+    first = name.split()[0]
+    if first in ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted"):
+        return "lower rollout.batch_size or rollout.max_new_tokens, or raise mesh.tensor"
+    if first in ("update", "compute_logprobs", "gap"):
+        return "lower learner.micro_batch, set learner.remat, or raise mesh.fsdp or mesh.tensor"
+    if first == "drafter":
+        return "lower distill.micro_batch, or raise mesh.tensor"
+    return "raise mesh.fsdp or mesh.tensor"
+
+
+def _parts(resident: dict[str, int]) -> str:
+    parts = [f"{name} {size / GIB:.2f}" for name, size in resident.items()]
+    return ", ".join(parts) or "nothing"
