@@ -72,47 +72,35 @@ def test_newest_checkpoint_that_vanishes_gives_way_to_a_newer_one(
     assert actor.step == 2
 
 
-def test_newest_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
+def two_checkpoints(folder: Path) -> None:
+    with Checkpoints(folder, 2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"actor": {"a": np.ones(3)}}, {})
+
+
+def test_newest_checkpoint_that_is_absent_or_damaged_is_named(tmp_path: Path) -> None:
     config = load_config("tiny")
-    with Checkpoints(tmp_path / CHECKPOINTS, 2) as checkpoints:
-        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
-        checkpoints.save(2, {"actor": {"a": np.ones(3)}}, {})
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        open_actor(config, tmp_path)
+    two_checkpoints(tmp_path / CHECKPOINTS)
     sums = tmp_path / CHECKPOINTS / "2" / "checksums.json"
     sums.write_text(re.sub(r", \d+\]", ", 0]", sums.read_text()))
-    with pytest.raises(CheckpointError, match="2: damaged: .* has changed since"):
+    with pytest.raises(CheckpointError, match="2: damaged"):
         open_actor(config, tmp_path).params(make_mesh(config.mesh))
 
 
-def test_step_that_was_asked_for_and_vanishes_is_named(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
-    monkeypatch.setattr(checkpoint, "DELETION", 0.0)
-
-    def vanish(*args: object) -> None:
-        (tmp_path / "1" / "checksums.json").unlink()
-        raise AttributeError("'NoneType' object has no attribute 'tree'")
-
-    monkeypatch.setattr(checkpoint, "_restore_part", vanish)
-    with pytest.raises(CheckpointError, match="1: was deleted while it was read"):
-        checkpoint.restore_part(tmp_path, 1, "actor")
-
-
-def test_other_trouble_of_orbax_is_one_line(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
+@pytest.mark.parametrize("vanishes, words", [(True, "1: was deleted"), (False, "loop is closed")])
+def test_trouble_while_a_step_is_read_is_one_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vanishes: bool, words: str) -> None:
+    two_checkpoints(tmp_path)
     monkeypatch.setattr(checkpoint, "DELETION", 0.0)
 
     def fail(*args: object) -> None:
+        if vanishes:
+            (tmp_path / "1" / "checksums.json").unlink()
         raise RuntimeError("Event loop is closed\nmore")
 
     monkeypatch.setattr(checkpoint, "_restore_part", fail)
-    with pytest.raises(CheckpointError, match="RuntimeError: Event loop is closed") as refused:
+    with pytest.raises(CheckpointError, match=words) as refused:
         checkpoint.restore_part(tmp_path, 1, "actor")
     assert "\n" not in str(refused.value)
-
-
-def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no complete checkpoint; wait for one"):
-        open_actor(load_config("tiny"), tmp_path)

@@ -65,52 +65,6 @@ def test_every_figure_is_drawn(tmp_path, steps):
     assert cells(html, "config")["learning_rate"] == ["1e-05"]
 
 
-def test_every_section_and_figure_says_how_to_read_it(tmp_path):
-    html = page(run(tmp_path, 3, METRICS | {"time/saved": 3.0, "rollout/drafted": 4}))
-    sections = re.split(r"<h2 ", html)[1:]
-    links = re.findall(r'<nav.*?</nav>', html, re.DOTALL)[0]
-    assert re.findall(r'href="#(\w+)"', links) == [re.match('id="(\\w+)"', s)[1] for s in sections]
-    for section in sections[:6]:
-        assert re.search(r"</h2>\s*<p>[A-Z][^<]{30}", section), section[:200]
-    read = re.findall(r"</svg><figcaption>([^<]+)</figcaption>", html)
-    assert len(read) == html.count("<figure>") == len(figures(html))
-    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in read)
-
-
-def test_fold_holds_results_and_the_configuration_is_closed(tmp_path):
-    html = page(run(tmp_path, 3, METRICS | {"time/saved": 3.0}))
-    before, _, after = html.partition("<details>")  # closed without the attribute `open`
-    assert "learning_rate" not in before and "learning_rate" in after.partition("</details>")[0]
-    top = before[before.index("<body>"):before.index("<h2")]
-    tiles = dict(re.findall(r"<dd>(.*?)</dd><dt>(.*?)</dt>", top))
-    assert tiles == {"0.500 → 0.500": "reward, first and last step", "100": "tokens/s of rollout",
-                     "2.00": "accept length", "1.50x": "speed-up of rollouts, predicted"}
-
-
-def test_page_has_a_dark_mode_without_fixed_colors(tmp_path):
-    html = page(run(tmp_path, 3, METRICS | {"time/saved": 3.0, "time/regret": 0.1}))
-    light, dark = re.findall(r":root \{(.*?)\}", html, re.DOTALL)
-    assert "@media (prefers-color-scheme: dark)" in html and "color-scheme: light dark" in light
-    variables = {name: re.findall(rf"{name}: (#\w+)", light + dark)
-                 for name in re.findall(r"(--\w+):", light)}
-    assert {len(values) for values in variables.values()} == {2}, variables
-    drawn = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
-    used = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawn))
-    assert {"currentColor", "var(--blue)", "var(--red)"} <= used
-    assert used <= {"none", "currentColor", report_figures.GRID} | {
-        f"var({name})" for name in variables}
-
-
-def test_nothing_is_wider_than_a_phone(tmp_path):
-    """Tables scroll in a frame of their own, pictures have no width, long text wraps."""
-    html = page(run(tmp_path, 3, METRICS | {"time/saved": 3.0, "rollout/drafted": 4}))
-    shown = html[html.index("<body>"):html.index("<details>")]
-    assert shown.count("<table") == shown.count('<div class="scroll"><table') == 5
-    assert not any(root.get("width") or root.get("height") for root in figures(html).values())
-    assert 'name="viewport" content="width=device-width' in html
-    assert "pre { white-space: pre-wrap; overflow-wrap: anywhere;" in html
-
-
 def test_saved_and_cost_are_sums_of_the_metrics(tmp_path):
     rows = METRICS | {
         "time/startup": 20.0, "time/profiling": 1.0, "time/saved": 3.0, "time/spent": 0.75,
@@ -126,27 +80,12 @@ def test_saved_and_cost_are_sums_of_the_metrics(tmp_path):
         "training and checking the drafter": ["-2.5", "-13.9 %"],
         "measuring what rounds cost, at start-up": ["-2.0", "-11.1 %"],
         "saved less costs": ["+1.5", "+8.3 %"]}
-    text = " ".join(html.split())
-    assert "Speed-up of rollouts 1.50x, of whole steps 1.18x." in text  # (20 + 6 - 2.5) / 20
-    assert "off by 5.0 % on average." in text  # less than a third
+    assert "1.50x" in html and "1.18x" in html  # (20 + 6 - 2.5) / 20
     numbers = cells(html, "time")
     assert numbers["seconds of start-up"] == ["40"] and numbers["faults of the drafter"] == ["2"]
     assert numbers["measuring what rounds cost, of start-up and steps"] == ["3.3%"]  # 2 of 60
     assert ("seconds saved by speculation (estimated) less those spent on the drafter"
             in figures(html))
-
-
-def test_saving_within_the_error_of_predictions_is_called_so(tmp_path):
-    html = page(run(tmp_path, 2, METRICS | {"time/saved": -0.2, "time/cost_error": 0.05}))
-    assert cells(html, "saved")["saved"] == ["-0.4", "-3.4 %"]
-    assert "5.0 % on average, which is more than what was saved or lost." in " ".join(html.split())
-
-
-@pytest.mark.parametrize("rows, words", [
-    ({}, "No token was drafted"), ({"rollout/drafted": 4}, "no predicted seconds")])
-def test_report_without_time_saved_says_why(tmp_path, rows, words):
-    html = page(run(tmp_path, 2, METRICS | rows))
-    assert words in html and "Speed-up of rollouts" not in html
 
 
 def test_drafted_tokens_are_told_by_drafter(tmp_path):
@@ -155,15 +94,6 @@ def test_drafted_tokens_are_told_by_drafter(tmp_path):
     assert cells(page(run(tmp_path, 2, METRICS | rows)), "saved") == {
         "all": ["80", "20", "25.0 %"], "eagle": ["60", "18", "30.0 %"],
         "history": ["20", "2", "10.0 %"]}
-
-
-@pytest.mark.parametrize("rule, lossy, words", [
-    ("match", 0.0, "not one of its tokens"), ("rejection", 0.0, "not the distribution of its"),
-    ("typical", 1.0, "the run's rule is lossy")])
-def test_what_drafts_change_is_told_by_rule(tmp_path, rule, lossy, words):
-    run(tmp_path, 1, METRICS | {"spec/lossy": lossy})
-    write_config(tmp_path, {"spec": {"rule": rule}})
-    assert words in " ".join(page(tmp_path).split())
 
 
 def test_evaluations_are_drawn_and_the_best_told(tmp_path):
@@ -222,7 +152,6 @@ def test_long_run_is_drawn_with_few_points(tmp_path):
                 "time/launches": [{"seconds": 0.1}] * 4, "control/draft_depth": 1.0}
     most = report_figures.MOST_POINTS
     html = page(run(tmp_path, 2 * most + 1, METRICS | launches))
-    assert "is a mean of 3 steps." in " ".join(html.split())
     assert len(html) < 300_000
     np.testing.assert_allclose(report_figures.thinned(np.arange(2.0 * most)),
                                0.5 + np.arange(0, 2 * most, 2))
@@ -254,28 +183,20 @@ def test_page_of_required_metrics_alone_is_written(tmp_path):
     assert list(figures(html)) == ["reward"] and "recorded no samples" in html
 
 
-@pytest.mark.parametrize("metrics, samples, words", [
-    ({"loss": 1.0}, [SAMPLE], "metrics.jsonl: 'reward/mean' is missing in step 0"),
-    (METRICS, [{"reward": 1.0}], "samples.jsonl: 'prompt_id' is missing in step 0"),
-])
-def test_missing_requirements_are_named(tmp_path, metrics, samples, words):
-    with pytest.raises(ConfigError, match=words):
-        page(run(tmp_path, 1, metrics, samples))
-    assert not (tmp_path / report.REPORT).exists()
-
-
-def test_launch_that_is_no_number_is_named(tmp_path):
-    rows = {"control/draft_depth": 1.0, "time/launches": [{"seconds": 0.1}],
+LAUNCHES = {"control/draft_depth": 1.0, "time/launches": [{"seconds": 0.1}],
             "control/launches": [{"draft_depth": "deep", "verify_tokens": 4.0, "batch": 2.0}]}
-    with pytest.raises(ConfigError, match="draft_depth = 'deep' in step 0"):
-        page(run(tmp_path, 1, METRICS | rows))
 
 
-def test_report_without_steps_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="metrics.jsonl: no steps"):
-        page(run(tmp_path, 0))
-    with pytest.raises(ConfigError, match="metrics.jsonl: no steps"):
-        page(tmp_path / "absent")
+@pytest.mark.parametrize("steps, metrics, samples, words", [
+    (1, {"loss": 1.0}, [SAMPLE], ["metrics.jsonl", "'reward/mean'", "step 0"]),
+    (1, METRICS, [{"reward": 1.0}], ["samples.jsonl", "'prompt_id'", "step 0"]),
+    (1, METRICS | LAUNCHES, [SAMPLE], ["draft_depth = 'deep'", "step 0"]),
+    (0, METRICS, [SAMPLE], ["metrics.jsonl", "no steps"])])
+def test_files_without_what_the_report_needs_are_refused(tmp_path, steps, metrics, samples, words):
+    with pytest.raises(ConfigError) as error:
+        page(run(tmp_path, steps, metrics, samples))
+    assert all(word in str(error.value) for word in words)
+    assert not (tmp_path / report.REPORT).exists()
 
 
 def test_report_of_nan_metrics_is_written(tmp_path):

@@ -42,11 +42,6 @@ def test_byte_tokens_are_bytes_and_special_tokens_one_id() -> None:
     assert byte_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
 
 
-def test_bytes_that_are_not_utf_8_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"text '\\udcff': is not valid Unicode"):
-        byte_tokenizer().encode(b"\xff".decode(errors="surrogateescape"))
-
-
 def test_encode_adds_nothing() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.post_processor = processors.TemplateProcessing(
@@ -105,19 +100,25 @@ def test_templates_see_what_transformers_gives_them(template: str, expected: str
     assert with_template(template).chat(HELLO, enable_thinking=False) == expected
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    (r"{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
-    ("{% if %}", "chat_template"),
-    ("{{ messages.append(1) }}", "chat_template"),
-    ("{{ 1 + messages[0].content }}", "unsupported operand"), ("{{ 1 / 0 }}", "division by zero"),
-    ("{{ '{a}'.format() }}", "chat_template: 'a'"), ("{{ cycler() }}", "at least one item"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-    (None, "instruction-tuned"),
-])
-def test_bad_templates_are_refused_in_one_line(template: str | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        with_template(template).chat(HELLO)
+def assert_refused(call: Callable[[], Any], *words: str) -> None:
+    """Asserts that a call ends in one line with these words."""
+    with pytest.raises(ConfigError) as error:
+        call()
     assert "\n" not in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(("template", "word"), [
+    (r"{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
+    ("{% if %}", "chat_template"), ("{{ messages.append(1) }}", "chat_template"),
+    ("{{ 1 + messages[0].content }}", "operand"), ("{{ 1 / 0 }}", "division"),
+    ("{{ '{a}'.format() }}", "'a'"), ("{{ cycler() }}", "at least one item"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), (None, "instruction-tuned"),
+])
+def test_bad_template_or_text_is_refused(template: str | None, word: str) -> None:
+    assert_refused(lambda: with_template(template).chat(HELLO), word)
+    surrogate = b"\xff".decode(errors="surrogateescape")
+    assert_refused(lambda: byte_tokenizer().encode(surrogate), "Unicode")
 
 
 def test_directory_special_tokens_as_text_or_object(tmp_path: Path) -> None:
@@ -156,15 +157,6 @@ def test_stop_ids_gather_eos_generation_settings_and_turn_ends(tmp_path: Path) -
     assert read_tokenizer(tmp_path).stop_ids == (256, 5, 258)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "no such file"), ("{", "damaged"), ("[]", "JSON object"), ("{}", "key model")])
-def test_bad_tokenizer_files_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match=f"tokenizer.json.*{message}"):
-        read_tokenizer(tmp_path)
-
-
 def spoil(directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A tokenizer directory whose tokenizer.json is JSON still, but changed."""
     path = write(directory) / "tokenizer.json"
@@ -174,26 +166,48 @@ def spoil(directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return directory
 
 
+def empty(content: dict[str, Any]) -> None:
+    content["model"]["vocab"], content["added_tokens"] = {}, []
+
+
 @pytest.mark.parametrize("change", [
     lambda d: d.update(model=3), lambda d: d.update(version="9.0"),
     lambda d: d.update(added_tokens=3),
     lambda d: d["model"].update(type="Nice"), lambda d: d["model"].update(vocab=["a", "b"]),
     lambda d: d["model"].update(merges=["a b c"]), lambda d: d["decoder"].pop("type"),
     lambda d: d["added_tokens"][0].update(id="x"), lambda d: d["model"].update(merges=[["é", "€"]]),
-], ids=range(9))
-def test_json_that_is_no_tokenizer_is_refused_in_one_line(
+    empty, lambda d: d["model"].update(dropout=0.1),  # encodes at random
+], ids=range(11))
+def test_json_that_is_no_tokenizer_is_refused(
         tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(ConfigError, match="tokenizer.json: .*fetch it again") as error:
-        read_tokenizer(spoil(tmp_path, change))
-    assert "\n" not in str(error.value)
+    assert_refused(lambda: read_tokenizer(spoil(tmp_path, change)), "tokenizer.json")
 
 
-def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
-    def empty(content: dict[str, Any]) -> None:
-        content["model"]["vocab"], content["added_tokens"] = {}, []
+@pytest.mark.parametrize(("name", "content"), [
+    ("tokenizer.json", None), ("tokenizer.json", b"{"), ("tokenizer.json", b"[]"),
+    ("tokenizer.json", b"{}"), ("chat_template.jinja", b"\xff"),
+    ("tokenizer_config.json", b"[" * 100_000), ("tokenizer_config.json", b"\xff{}")])
+def test_files_that_cannot_be_read_are_refused(
+        tmp_path: Path, name: str, content: bytes | None) -> None:
+    path = write(tmp_path) / name
+    path.unlink() if content is None else path.write_bytes(content)
+    assert_refused(lambda: read_tokenizer(tmp_path), name)
 
-    with pytest.raises(ConfigError, match="tokenizer.json: the vocabulary is empty"):
-        read_tokenizer(spoil(tmp_path, empty))
+
+@pytest.mark.parametrize(("stem", "key", "value"), [
+    *[("tokenizer_config", "chat_template", value) for value in (
+        3, {"default": "x"}, ["x"], [{"name": "default"}], [{"template": "x"}], [[]],
+        [{"name": ["default"], "template": "x"}], [{"name": "default", "template": 3}])],
+    *[("tokenizer_config", "eos_token", value) for value in (
+        2, ["x"], {}, {"content": 5}, {"content": None})],
+    ("tokenizer_config", "bos_token", 2), ("special_tokens_map", "pad_token", {}),
+    *[("config", "eos_token_id", value)
+      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True, 2**31)],
+    ("generation_config", "eos_token_id", "2")])
+def test_setting_of_the_wrong_type_is_refused(
+        tmp_path: Path, stem: str, key: str, value: Any) -> None:
+    directory = write(tmp_path, **{stem: {key: value}})
+    assert_refused(lambda: read_tokenizer(directory), f"{stem}.json: {key} = {value!r}")
 
 
 TRUNCATION = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -208,11 +222,6 @@ def test_saved_truncation_and_padding_change_no_prompt(
     assert tokenizer.encode("four") == list(b"four")
 
 
-def test_tokenizer_that_encodes_at_random_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model.dropout = 0.1: .*; set it to null"):
-        read_tokenizer(spoil(tmp_path, lambda content: content["model"].update(dropout=0.1)))
-
-
 def test_chat_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     real = jinja2.Environment.compile
@@ -224,27 +233,6 @@ def test_chat_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(compiled) == 1
 
 
-NO_TEMPLATE = "must be a string, or a list of objects with the strings name and template"
-
-
-@pytest.mark.parametrize(("stem", "key", "value", "message"), [
-    *[("tokenizer_config", "chat_template", value, NO_TEMPLATE) for value in (
-        3, {"default": "x"}, ["x"], [{"name": "default"}], [{"template": "x"}], [[]],
-        [{"name": ["default"], "template": "x"}], [{"name": "default", "template": 3}])],
-    *[(stem, key, value, "must be a string, an object with a string \"content\", or null")
-      for stem in ("tokenizer_config", "special_tokens_map")
-      for key, value in (("eos_token", 2), ("bos_token", ["x"]), ("pad_token", {}),
-                         ("eos_token", {"content": 5}), ("eos_token", {"content": None}))],
-    *[(stem, "eos_token_id", value, "must be a token id or a list of them")
-      for stem in ("config", "generation_config")
-      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True, 2**31)],
-])
-def test_setting_of_the_wrong_type_is_refused_with_its_place(
-        tmp_path: Path, stem: str, key: str, value: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_tokenizer(write(tmp_path, **{stem: {key: value}}))
-    assert f"{stem}.json: {key} = {value!r}: {message}; correct it" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_null_settings_and_unnamed_templates_are_absent(tmp_path: Path) -> None:
@@ -254,14 +242,3 @@ def test_null_settings_and_unnamed_templates_are_absent(tmp_path: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.template, tokenizer.eos_ids) == (None, None, ())
     named = {"chat_template": [{"name": "tool_use", "template": "no"}]}
     assert read_tokenizer(write(tmp_path, tokenizer_config=named)).template is None
-
-
-@pytest.mark.parametrize(("name", "content"), [
-    ("chat_template.jinja", b"\xff"), ("tokenizer_config.json", b"[" * 100_000),
-    ("tokenizer_config.json", b"\xff{}")])
-def test_files_that_cannot_be_read_are_refused_in_one_line(
-        tmp_path: Path, name: str, content: bytes) -> None:
-    (write(tmp_path) / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: .*damaged, fetch it again") as error:
-        read_tokenizer(tmp_path)
-    assert "\n" not in str(error.value)
