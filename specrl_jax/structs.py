@@ -39,6 +39,10 @@ KVCache: TypeAlias = Any
 """Keys and values of all layers, a pytree with the methods of model.cache.KV."""
 
 
+def ignore(*args: object) -> None:
+    """Does nothing: the default of callbacks."""
+
+
 def carrier(kind: Callable[..., T], **fields: Any) -> T:
     """Returns a pytree of class `kind` whose fields are something other than device arrays.
 

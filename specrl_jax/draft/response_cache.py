@@ -33,6 +33,11 @@ def blank(rows: int, buffer: int) -> ResponseCache:
         next=np.zeros((), np.int32))
 
 
+def make(buffer: int, prompts: int, past: int) -> ResponseCache:
+    """Returns an empty cache for a run of `prompts` prompts, the last `past` responses of each."""
+    return blank(capacity(buffer, prompts, past or 1), buffer)
+
+
 def add(cache: ResponseCache, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray,
         per_prompt: int) -> ResponseCache:
     """Returns the cache with responses i32[Q, T] of the given lengths added, in order.

@@ -33,12 +33,8 @@ from specrl_jax.runtime.checksum import checksum
 from specrl_jax.runtime.machine import peak_rss
 from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.runtime.step_timer import StepTimer
-from specrl_jax.structs import Metrics, Params, Rollout
+from specrl_jax.structs import Metrics, Params, Rollout, ignore
 from specrl_jax.training.state import TrainState
-
-
-def ignore(*args: object) -> None:
-    """Does nothing."""
 
 
 class Trainer:
@@ -68,12 +64,7 @@ class Trainer:
                ) -> tuple["Trainer", TrainState]:
         """Returns a run's trainer and its state before the first step.
 
-        Args:
-          say: called with lines about what is loaded.
-          warn: called with lines about rewards and drafters that fail.
-
-        Raises:
-          ConfigError: a value cannot work.
+        `say` gets lines about what is loaded, `warn` about rewards and drafters that fail.
         """
         judge.check_answers(config.reward.terms, prompts.examples)
         algorithm.check_training(config, say)
@@ -93,15 +84,14 @@ class Trainer:
         return cls.create(config, source, make_prompts(config, source.tokenizer, say), say)
 
     def _initial_state(self, params: Params) -> TrainState:
-        spec, buffer = self.config.spec, self.config.rollout.max_new_tokens
-        base = self.policy.frozen.base
+        config, base = self.config, self.policy.frozen.base
         initial = self.sampler.initial_state(params if base is None else base)
-        rows = response_cache.capacity(buffer, len(self.prompts.examples), spec.history_past or 1)
+        responses = response_cache.make(config.rollout.max_new_tokens, len(self.prompts.examples),
+                                        config.spec.history_past)
         return TrainState(
             step=0, bad_steps=0, learner=self.policy.init(params), policy=initial.policy,
             drafter=self.drafter.init(initial.drafter), prompts=self.order.init(),
-            speculation=initial.speculation.replace(
-                responses=response_cache.blank(rows, buffer)))
+            speculation=initial.speculation.replace(responses=responses))
 
     def compile(self, state: TrainState, say: Callable[[str], None] = ignore,
                 resumed: bool = False) -> tuple[TrainState, Metrics]:
