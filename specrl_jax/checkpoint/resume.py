@@ -92,7 +92,7 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
 
 
 def check_same(config: Json) -> None:
-    """Checks that all processes of a run were given the same config, but for places of files.
+    """Checks that all processes of a run were given the same config, except for paths of files.
 
     Raises:
       ConfigError: it names the first field that differs.
@@ -106,7 +106,7 @@ def check_same(config: Json) -> None:
 
 
 def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> None:
-    """Checks that what places of files hold is the same in all processes of a run.
+    """Checks that what the paths of files hold is the same in all processes of a run.
 
     Args:
       contents: digests by the config field that names the place, and by what they are of.

@@ -83,8 +83,8 @@ def _module(preset: str) -> Any:
 
 def _raised(error: Exception) -> str:
     """Returns in one line what a preset's file raised, and where."""
-    places = traceback.extract_tb(error.__traceback__)
-    line = "" if isinstance(error, SyntaxError) else f" (line {places[-1].lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = "" if isinstance(error, SyntaxError) else f" (line {frames[-1].lineno})"
     return f"{' '.join(str(error).split()) or type(error).__name__}{line}"
 
 

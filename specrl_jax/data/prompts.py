@@ -47,19 +47,19 @@ class Prompts:
     tokens: list[list[int]]
 
     @functools.cached_property
-    def place(self) -> dict[int, int]:
+    def index_of(self) -> dict[int, int]:
         """The index of each example by its id."""
         return {self.examples[i]["id"]: i for i in range(len(self.tokens))}
 
-    def select(self, places: Sequence[int] | np.ndarray) -> "Prompts":
+    def select(self, indices: Sequence[int] | np.ndarray) -> "Prompts":
         """Returns the prompts at these indices."""
-        return Prompts([self.examples[i] for i in places], [self.texts[i] for i in places],
-                       [self.tokens[i] for i in places])
+        return Prompts([self.examples[i] for i in indices], [self.texts[i] for i in indices],
+                       [self.tokens[i] for i in indices])
 
-    def batch(self, places: Sequence[int] | np.ndarray) -> PromptBatch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> PromptBatch:
         """Returns the prompts at these indices as one rollout's; repeats count up `occurrence`."""
-        ids = np.asarray([self.examples[i]["id"] for i in places], np.int32)
-        return PromptBatch([self.tokens[i] for i in places], ids, occurrences(ids))
+        ids = np.asarray([self.examples[i]["id"] for i in indices], np.int32)
+        return PromptBatch([self.tokens[i] for i in indices], ids, occurrences(ids))
 
 
 def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Prompts:

@@ -193,14 +193,14 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
                   reward: judge.Judge, tokenizer: Tokenizer) -> Corpus:
     """Returns the sequences of `prompts` among FIELDS `rolled`, with rewards and advantages."""
-    mine = np.isin(rolled["prompt_id"], list(prompts.place))
+    mine = np.isin(rolled["prompt_id"], list(prompts.index_of))
     stored = {name: values[mine] for name, values in rolled.items()}
     ids, samples = stored["prompt_id"], stored["sample_id"]
     fields: dict[str, Any] = dict.fromkeys(
         ("prompt", "logprob", "raw_logprob", "top_p_mass", "commits", "rounds"))
     fields |= stored | {"occurrence": ids * 0}
     scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
-    tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
+    tokens = [np.asarray([*prompts.tokens[prompts.index_of[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]
     group = int(samples.max(initial=0)) + 1
     advantages = np.zeros_like(rewards) if group == 1 else group_advantages(

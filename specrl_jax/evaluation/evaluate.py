@@ -136,7 +136,7 @@ class Tally:
         """Scores a rollout; prompts that only fill it up do not count."""
         rewards = score_rollout(rollout, self.prompts, self.tokenizer, self.reward).rewards
         for q in np.flatnonzero(rollout.occurrence == 0):
-            at = self.prompts.place[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
+            at = self.prompts.index_of[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
             self.correct[at], self.length[at] = rewards[q] >= 1, rollout.length[q]
             self.stopped[at] = rollout.stopped[q]
         self.seconds += result.seconds
@@ -157,7 +157,7 @@ class Tally:
             "tokens_per_second": int(self.length.sum()) / self.seconds,
             "accept_length": self.counters["committed"] / self.counters["row_rounds"],
             "mean_length": float(self.length.mean()), "stopped": float(self.stopped.mean()),
-            "problems": list(self.prompts.place),
+            "problems": list(self.prompts.index_of),
             "questions_sha256": questions_digest(self.prompts),
             "correct": self.correct.tolist()}
 

@@ -148,11 +148,11 @@ class Stream:
     def _add(self, text: str) -> None:
         """Writes text, except for what is a stop string or may become one."""
         self._held += text
-        found = [at for at in map(self._held.find, self._stop) if at >= 0]
-        self.ended = bool(found)
-        keep = 0 if found else max((n for stop in self._stop for n in range(1, len(stop))
+        stops = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self.ended = bool(stops)
+        keep = 0 if stops else max((n for stop in self._stop for n in range(1, len(stop))
                                     if self._held.endswith(stop[:n])), default=0)
-        end = min(found) if found else len(self._held) - keep
+        end = min(stops) if stops else len(self._held) - keep
         ready, self._held = self._held[:end], self._held[end:]
         self._give(ready)
 

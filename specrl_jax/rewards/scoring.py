@@ -60,7 +60,7 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
 def _answer(rollout: Rollout, q: int, prompts: Prompts, tokenizer: Tokenizer
             ) -> tuple[str, str, Example]:
     """Returns what a reward reads of one sequence: prompt, completion and example."""
-    place = prompts.place[int(rollout.prompt_id[q])]
+    index = prompts.index_of[int(rollout.prompt_id[q])]
     length = int(rollout.length[q]) - int(rollout.stopped[q])
     completion = tokenizer.decode(rollout.tokens[q, :length].tolist())
-    return prompts.texts[place], completion, prompts.examples[place]
+    return prompts.texts[index], completion, prompts.examples[index]

@@ -31,11 +31,11 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
     is split over all data shards; everything else of it is replicated.
     """
     described = lora.trained(arch, config.learner, _scanned(mesh))
-    places, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
+    shardings, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
                        for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
-                          described, places, is_leaf=architecture.is_param)
+                          described, shardings, is_leaf=architecture.is_param)
     shapes = jax.eval_shape(make_optimizer(config.learner).init, params)
     if config.learner.optimizer_offload:
         moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
@@ -58,10 +58,10 @@ def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | No
 def abstract_frozen(config: Config, arch: Architecture, mesh: Mesh) -> Params:
     """Returns the shapes and shardings of weights that the learner only reads."""
     described = architecture.describe(arch, _scanned(mesh))
-    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
     whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), described,
                          is_leaf=architecture.is_param)
-    return abstract(jax.eval_shape(lambda w: lora.freeze(w, config.model.dtype), whole), places)
+    return abstract(jax.eval_shape(lambda w: lora.freeze(w, config.model.dtype), whole), shardings)
 
 
 def _scanned(mesh: Mesh) -> bool:
@@ -74,17 +74,17 @@ def initial(config: Config, arch: Architecture, mesh: Mesh, weights: Params
     weights on the mesh."""
     if not config.learner.lora_rank:
         return None, weights
-    places = jax.tree.map(lambda a: a.sharding, abstract_state(config, arch, mesh).params)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, arch, mesh).params)
     adapters = lora.initialize(arch, config.learner, config.seed, _scanned(mesh))
-    return lora.freeze(weights, config.model.dtype), sharding.put(places, adapters)
+    return lora.freeze(weights, config.model.dtype), sharding.put(shardings, adapters)
 
 
 def merge(config: Config, arch: Architecture, mesh: Mesh) -> Program:
     """Returns the program that merges adapters into those weights of the rollout that change."""
     described = lora.merged_part(config.learner, architecture.describe(arch, _scanned(mesh)))
-    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
     function = functools.partial(lora.merge, config.learner, jnp.dtype(config.model.dtype))
-    return Program("merge", jax.jit(function, out_shardings=places),
+    return Program("merge", jax.jit(function, out_shardings=shardings),
                    (abstract_base(config, arch, mesh), abstract_state(config, arch, mesh).params))
 
 
@@ -157,9 +157,9 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         function = functools.partial(learner.compute_logprobs, teacher, config)
         yield Program("teacher", jax.jit(on_mesh(function)),
                       (abstract_frozen(config, teacher, mesh), batch, totals))
-    places = jax.tree.map(lambda a: a.sharding, state)
+    shardings = jax.tree.map(lambda a: a.sharding, state)
     update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
-                     out_shardings=(places, replicated))
+                     out_shardings=(shardings, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
                                      (scores, scores) if config.rl.kl_in_loss else None, base,
                                      None if teacher is None else scores))

@@ -43,12 +43,12 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
     check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
           f"with rollout.max_prompt_tokens that is {most} positions; the model has "
           f"{arch.max_position}")
-    found = drafters.make(config, arch, stop, group, warn, tokenizer,
+    drafter_set = drafters.make(config, arch, stop, group, warn, tokenizer,
                           drawn=RULES.resolve(config.spec.rule).needs_proposal,
                           truncate=functools.partial(
                               truncation.threshold, min_p=config.rollout.min_p)
                           if truncates(config) else None, blank=blank)
-    drafter = wrap(found.drafter)
+    drafter = wrap(drafter_set.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
         group=group, prompt=config.rollout.max_prompt_tokens,
@@ -56,7 +56,7 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
         min_batch=config.rollout.min_batch)
     decoder = _decoder(config, arch, mesh, drafter, shapes)
     past = config.spec.history_past if drafter.depth else 0
-    return found, Engine(decoder, mesh, shapes, stop, jnp.dtype(config.model.dtype), past)
+    return drafter_set, Engine(decoder, mesh, shapes, stop, jnp.dtype(config.model.dtype), past)
 
 
 def truncates(config: Config) -> bool:

@@ -157,7 +157,7 @@ class Layout:
         check(bool((np.diff(padding.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
               "sequences with a limit of 0 come last in their shard")
         check(int(request.limit.max()) <= s.response, "limit", int(request.limit.max()),
-              f"the response buffer has rollout.max_new_tokens = {s.response} places")
+              f"the response buffer has rollout.max_new_tokens = {s.response} tokens")
 
     def abstract(self, batch: int) -> RolloutState:
         """Returns shapes, dtypes and shardings of a state with `batch` slots a shard."""
@@ -185,10 +185,10 @@ class Layout:
 
     def shardings(self, state: RolloutState) -> RolloutState:
         """Returns a NamedSharding for each leaf of a state."""
-        places = jax.tree.map(
+        shardings = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             self.specs, state, is_leaf=lambda x: isinstance(x, P))
-        return places.replace(draft=split_heads(state.draft, places.draft, self.mesh))
+        return shardings.replace(draft=split_heads(state.draft, shardings.draft, self.mesh))
 
     def of_results(self, shapes: PyTree, specs: PyTree) -> PyTree:
         """Returns shardings of a program's results: `abstract`'s for a state, else `specs`."""

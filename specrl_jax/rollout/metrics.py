@@ -74,10 +74,10 @@ def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
-def reliability(found: Reliability) -> list[list[float]]:
+def reliability(measured: Reliability) -> list[list[float]]:
     """Returns (drafts, mean estimate, accepted share) of each bin that is not empty."""
-    lines = np.stack([found.tried, found.predicted, found.accepted], 1)
-    return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
+    lines = np.stack([measured.tried, measured.predicted, measured.accepted], 1)
+    return [[float(f"{x:.6g}") for x in line] for line in lines[measured.tried > 0]]
 
 
 def _mean(values: np.ndarray, length: np.ndarray) -> float:

@@ -65,26 +65,26 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
     file = cost_file.path_of(path, wanted) if jax.process_index() == 0 else None
     try:
-        found = file and cost_file.load(file, wanted, blank, since)
+        stored_costs = file and cost_file.load(file, wanted, blank, since)
     except ConfigError:
         if path:
             raise
-        found = None  # a damaged file of the cache, which is replaced
-    known = _agreed(np.float32(found is not None))
-    return _agreed(blank if found is None else found) if known else None
+        stored_costs = None  # a damaged file of the cache, which is replaced
+    known = _agreed(np.float32(stored_costs is not None))
+    return _agreed(blank if stored_costs is None else stored_costs) if known else None
 
 
 def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path: str,
              about: Json) -> CostTable:
     """Measures the costs of all batch sizes, and writes the file of `stored`."""
-    limits, found = limits_of(engine), {}
+    limits, measured_seconds = limits_of(engine), {}
     launches = Launches(engine, params, drafter_params)
     for rows in engine.shapes.batches:
         rounds = 1 if launches.warm_up(rows) > LONG else ROUNDS
-        found |= least_seconds(launches.run,
+        measured_seconds |= least_seconds(launches.run,
                                cost_model.points(limits, rows, rounds, reads(engine)),
                                SECONDS / len(engine.shapes.batches))
-    costs = cost_model.fit(found, limits)
+    costs = cost_model.fit(measured_seconds, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)
         if file := cost_file.path_of(path, wanted):

@@ -143,16 +143,16 @@ def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]
     `Source.digests`."""
     if jax.process_count() == 1:
         return {}
-    found = {"model.path": source.digests()}
+    digests = {"model.path": source.digests()}
     if config.rl.teacher:
-        found["rl.teacher"] = weights.describe_source(config.rl.teacher, "rl.teacher").digests()
+        digests["rl.teacher"] = weights.describe_source(config.rl.teacher, "rl.teacher").digests()
     if config.draft.model and "draft_model" in (config.spec.drafter, *config.draft.parts):
-        found["draft.model"] = weights.describe_source(config.draft.model, "draft.model").digests()
+        digests["draft.model"] = weights.describe_source(config.draft.model, "draft.model").digests()
     head = local_path("draft.path", config.draft.path) / SINGLE
     if config.draft.path and head.is_file():
         with open(head, "rb") as file:
-            found["draft.path"] = {SINGLE: hashlib.file_digest(file, "blake2b").hexdigest()}
-    return found
+            digests["draft.path"] = {SINGLE: hashlib.file_digest(file, "blake2b").hexdigest()}
+    return digests
 
 
 def overview(config: Config, arch: Architecture, workdir: Path) -> str:

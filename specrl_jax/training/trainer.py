@@ -211,7 +211,7 @@ class Trainer:
         whole, spec = experience.join([one.rollout for one in judged]), self.config.spec
         size, speculation = self.config.group_size, state.speculation
         rewards = np.concatenate([one.scores.rewards for one in judged]).reshape(-1, size)
-        indices = np.asarray([self.prompts.place[int(i)] for i in whole.prompt_id[::size]])
+        indices = np.asarray([self.prompts.index_of[int(i)] for i in whole.prompt_id[::size]])
         if spec.history_past:
             speculation = speculation.replace(responses=response_cache.add(
                 speculation.responses, whole.prompt_id, whole.tokens, whole.length,

@@ -48,7 +48,7 @@ def test_long_prompts_are_refused_or_dropped_and_counted() -> None:
         make([], width=50)
     said: list[str] = []
     kept = make(said, width=50, long_prompts="drop")
-    assert [e["id"] for e in kept.examples] == [0, 2] == list(kept.place)
+    assert [e["id"] for e in kept.examples] == [0, 2] == list(kept.index_of)
     assert said == ["2 of 4 prompts have more than rollout.max_prompt_tokens = 50 tokens and are "
                     "left out"]
     with pytest.raises(ConfigError, match="raise it to at least that"):
