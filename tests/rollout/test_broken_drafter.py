@@ -10,8 +10,6 @@ from helpers import micro_config
 from specrl_jax import sharding
 from specrl_jax.data.prompts import PromptBatch
 from specrl_jax.draft import eagle_model
-from specrl_jax.model import tiny
-from specrl_jax.model.tensors import EMBED, FINAL_NORM
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import Sampler
@@ -41,7 +39,7 @@ sound = functools.cache(generate)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafter", ["eagle", "merge", "draft_model"])
+@pytest.mark.parametrize("drafter", ["eagle", "merge"])  # a small model like this is refused
 @pytest.mark.parametrize("name, factor", [("fc", np.nan), ("final_norm", 3e38)])
 def test_broken_drafter_is_reported_and_changes_no_token(monkeypatch, drafter, name, factor):
     plain, *_, quiet = sound("off")
@@ -49,19 +47,13 @@ def test_broken_drafter_is_reported_and_changes_no_token(monkeypatch, drafter, n
     assert drafted == plain and counters["drafted"] > 0 and after["drafted"] > 0
     assert counters["broken"] == after["broken"] == 0
     assert not any("finite" in warning for warning in [*quiet, *warnings])
-    whole, small = eagle_model.initialize, tiny.random_tensors
+    whole = eagle_model.initialize
 
     def broken(arch, seed):
         weights = whole(arch, seed)
         return weights | {name: (weights[name] * factor).astype(np.float32)}
 
-    def broken_too(arch, seed):  # of the small model; the actor has its tensors from elsewhere
-        tensors, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
-        return dataclasses.replace(tensors, read_part=lambda one, part: tensors.read_part(
-            one, part) * np.float32(factor if one == spoiled else 1))
-
     monkeypatch.setattr(eagle_model, "initialize", broken)
-    monkeypatch.setattr(tiny, "random_tensors", broken_too)
     tokens, counters, after, warnings = generate(drafter)
     assert tokens == plain and counters["broken"] > 0
     assert any("drafter version 0 are not finite" in warning for warning in warnings)
