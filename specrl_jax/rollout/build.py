@@ -43,11 +43,11 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
     check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
           f"with rollout.max_prompt_tokens that is {most} positions; the model has "
           f"{arch.max_position}")
-    drafter_set = drafters.make(config, arch, stop, group, warn, tokenizer,
-                          drawn=RULES.resolve(config.spec.rule).needs_proposal,
-                          truncate=functools.partial(
-                              truncation.threshold, min_p=config.rollout.min_p)
-                          if truncates(config) else None, blank=blank)
+    drafter_set = drafters.make(
+        config, arch, stop, group, warn, tokenizer,
+        drawn=RULES.resolve(config.spec.rule).needs_proposal, blank=blank,
+        truncate=functools.partial(truncation.threshold, min_p=config.rollout.min_p)
+        if truncates(config) else None)
     drafter = wrap(drafter_set.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,

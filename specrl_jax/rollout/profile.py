@@ -81,9 +81,9 @@ def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path
     launches = Launches(engine, params, drafter_params)
     for rows in engine.shapes.batches:
         rounds = 1 if launches.warm_up(rows) > LONG else ROUNDS
-        measured_seconds |= least_seconds(launches.run,
-                               cost_model.points(limits, rows, rounds, reads(engine)),
-                               SECONDS / len(engine.shapes.batches))
+        measured_seconds |= least_seconds(
+            launches.run, cost_model.points(limits, rows, rounds, reads(engine)),
+            SECONDS / len(engine.shapes.batches))
     costs = cost_model.fit(measured_seconds, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)

@@ -147,7 +147,8 @@ def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]
     if config.rl.teacher:
         digests["rl.teacher"] = weights.describe_source(config.rl.teacher, "rl.teacher").digests()
     if config.draft.model and "draft_model" in (config.spec.drafter, *config.draft.parts):
-        digests["draft.model"] = weights.describe_source(config.draft.model, "draft.model").digests()
+        digests["draft.model"] = weights.describe_source(
+            config.draft.model, "draft.model").digests()
     head = local_path("draft.path", config.draft.path) / SINGLE
     if config.draft.path and head.is_file():
         with open(head, "rb") as file:
