@@ -155,10 +155,10 @@ def test_description_is_what_a_run_compiles(
         future.set_result(None)
         return future
 
-    trainer = micro_trainer(override(micro_config(), spec))
+    trainer, state = micro_trainer(override(micro_config(), spec))
     monkeypatch.setattr(Compiler, "add", add)
-    sampler = trainer.sampler
-    sampler.engine.compile(sampler.params, sampler.drafter_params, others=trainer._add_programs)
+    trainer.sampler.engine.compile(state.policy.params, state.drafter.published.params,
+                                   others=trainer.policy.add_programs)
     model = programs.Model(trainer.arch, tuple(trainer.tokenizer.stop_ids), trainer.tokenizer)
     run = programs.describe(trainer.config, trainer.mesh, model)
     described = {p.title: p.lower().as_text() for group in ("rollout", "policy")
