@@ -171,8 +171,9 @@ def foresee(yields: DraftYield, buckets: Sequence[Bucket], load: Load, verify: A
 def rounds_to_look(idle: Array, cost: Array, growth: Array) -> Array:
     """Returns f32[] plain rounds until a round may draft one step, to see whether it pays again.
 
-    A look costs `cost` plain rounds and `growth` more with each round of waiting; EXPLORE of the
-    `idle` rounds since one drafted pay for it. At least 1 / sqrt(EXPLORE) lie between two looks.
+    A trial costs `cost` plain rounds and `growth` more with each round of waiting; EXPLORE of the
+    `idle` rounds since the last draft pay for it. At least 1 / sqrt(EXPLORE) rounds pass between
+    two trials.
     """
     owed = jnp.maximum(cost - EXPLORE * idle, 0.0) / jnp.maximum(EXPLORE - growth, 1e-9)
     return jnp.maximum(owed, EXPLORE**-0.5 - idle)

@@ -196,7 +196,7 @@ def copy(array: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
 def extend(array: T, at: Array, new: T, axis: Any = 1) -> T:
     """Writes `new` [B, ...] into rows of `array` from position at[b] along `axis` on.
 
-    Both may be trees of arrays, and `axis` then is one of ints. Accelerators write all rows at
+    Both may be trees of arrays; `axis` is then a tree of ints. Accelerators write all rows at
     once; a CPU's scatter would copy the whole array.
     """
     if straight_line():

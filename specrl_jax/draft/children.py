@@ -30,7 +30,7 @@ class Children(struct.PyTreeNode):
 
 def likeliest_children(growth: Growth, logits: Array, vocab: Array, rows: Sampling, position: Array
                        ) -> tuple[Children, Array | None]:
-    """Returns the best tokens after each node; of drawn trees log-probabilities f32[B, k, Vd], too.
+    """Returns each node's best tokens and, for drawn trees, log-probabilities f32[B, k, Vd].
 
     The noise is that of the draw that decides between the children. Tokens that `growth.truncate`
     removes have a score of -inf. Without it a row's truncation is not applied: of EAGLE heads, a

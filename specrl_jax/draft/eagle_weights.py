@@ -100,8 +100,8 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
             and all(isinstance(x, str) for x in made_for.values()), folder / "config.json",
             f"{OURS} = {made_for!r} must have strings {', '.join(MadeFor._fields)}; remove it")
     if not made_for.get("tokenizer"):
-        warnings.append(f"{folder}: does not tell which tokenizer it was trained with, so only the "
-                        "number of its tokens was compared")
+        warnings.append(f"{folder}: does not name the tokenizer that it was trained with, so only "
+                        "the number of its tokens was compared")
     return Head(arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings,
                 MadeFor(**made_for))
 

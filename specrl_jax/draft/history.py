@@ -40,7 +40,7 @@ class History(struct.PyTreeNode):
     prompt: Array  # i32[Q / M, P]
     prompt_length: Array  # i32[Q / M]
     past: Array  # i32[Q / M, past, T] earlier responses, most recent first
-    current: Array  # i32[Q, T] this step's responses; the M of a prompt lie together
+    current: Array  # i32[Q, T] this step's responses, grouped by prompt
 
 
 @dataclasses.dataclass(frozen=True)

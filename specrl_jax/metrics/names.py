@@ -102,8 +102,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("control/plain_seconds", "s", "predicted duration of the same tokens without drafts"),
     ("control/speculation_seconds", "s", "predicted cost of drafts and their verification"),
     ("control/launches", "list", "what each launch ran"),
-    ("eval/accuracy", "fraction", "avg@k on the held-out problems, after the step; where "
-     "eval.every says so, as all of eval/*", "", "val-core/*/acc/mean@N"),
+    ("eval/accuracy", "fraction", "avg@k on the held-out problems, after the step; every "
+     "eval.every steps, as all of eval/*", "", "val-core/*/acc/mean@N"),
     ("eval/accuracy_low", "fraction", "lower end of its 95 % interval"),
     ("eval/accuracy_high", "fraction", "upper end"),
     ("eval/pass_at_*", "fraction", "pass@k, its interval's ends with _low and _high", "",

@@ -24,7 +24,7 @@ def flash_attention(platform: str, segment: Array, interpret: bool = False
                     ) -> Callable[..., Array]:
     """Returns attention (index, q, k, v) -> [G, R, E, B, T] by the kernel of a platform.
 
-    Tokens of a segment lie in the order of their positions. In a mesh each device runs the kernel
+    Tokens of a segment are in the order of their positions. In a mesh each device runs the kernel
     on its own rows and heads.
 
     Args:

@@ -104,7 +104,7 @@ def _rope(fields: Fields) -> Fields:
                    "RoPE for each kind of layer is not supported; choose a model without it")
     old.check(not old.values or not new.values or _rope_scaling(old) == _rope_scaling(new),
               "rope_type", old.values.get("rope_type", old.values.get("type")),
-              "rope_parameters says otherwise, and transformers 4 and 5 differ in which they read; "
+              "differs from rope_parameters; transformers 4 and 5 read different ones; "
               + REPAIR)
     return rope
 

@@ -86,7 +86,7 @@ def layer_of(layers: Layers, index: int) -> Params:
 
 def run(layers: Layers, step: Callable[[Params, Index, Array], tuple[Array, Out]], x: Array,
         taps: tuple[int, ...] = ()) -> tuple[Array, list[Out] | PyTree, Array | None]:
-    """Runs x, out = step(layer, index, x) for all layers, unrolled or scanned as they lie.
+    """Runs x, out = step(layer, index, x) for all layers; stacked layers are scanned.
 
     Args:
       taps: layers whose x is returned, 0-based, ascending.

@@ -79,7 +79,7 @@ def initialize(arch: Architecture, options: LearnerConfig, seed: int, stacked: b
 
 
 def freeze(params: Params, dtype: Any) -> Params:
-    """Returns weights that are only read: matrices in `dtype`, norms as they are.
+    """Returns frozen weights: matrices in `dtype`, norms unchanged.
 
     The learner's products run in `dtype`, so no result differs.
     """

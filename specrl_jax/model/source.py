@@ -43,8 +43,8 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts; a run's layers lie as it stored them.
-        Adapters are merged.
+        """Reads the weights, float32, sharded for rollouts; a run's layers are stacked if they were
+        stored so. Adapters are merged.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.

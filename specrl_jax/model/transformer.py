@@ -194,7 +194,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 def in_dtype(params: Params, dtype: jax.typing.DTypeLike) -> Params:
     """Returns the parameters with the matrices of all layers in `dtype`.
 
-    Norms, the embedding and the head stay as they are: their gradients add up over tokens.
+    Norms, the embedding and the head keep their dtype: their gradients add up over tokens.
     """
     def cast(path: jax.tree_util.KeyPath, a: Array) -> Array:
         return a if "norm" in jax.tree_util.keystr(path) else a.astype(dtype)

@@ -82,7 +82,7 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
       family: name in families.FAMILIES or package.module:name; empty is the family in the files.
 
     Raises:
-      ConfigError: one line that says what is wrong, where, and what to do.
+      ConfigError: the model is missing, damaged or unsupported.
     """
     local = weights_path(field, path)
     try:

@@ -38,7 +38,7 @@ def check_training(config: Config, warn: Callable[[str], None]) -> None:
     that does not fit the number of updates on a rollout.
 
     Raises:
-      ConfigError: at temperature 0 the baseline is greedy, too; a config may have both, since an
+      ConfigError: at temperature 0 samples equal the greedy baseline; a config may have both, as an
         evaluation of the run may be greedy.
     """
     rl = config.rl

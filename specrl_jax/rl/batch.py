@@ -1,8 +1,8 @@
 """A rollout's sequences packed into rows, so that the work of an update follows their tokens.
 
 A unit is a prompt with its response or, where a group shares one copy of its prompt, with all
-responses of its group. Units of any length lie one after the other in rows of a fixed number of
-columns, each whole in one row.
+responses of its group. Units of any length are packed into rows of a fixed number of columns,
+each unit whole in one row.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from flax import struct
 from specrl_jax.config import Config
 from specrl_jax.structs import AnyArray, Rollout
 
-MORE = 8  # a row holds up to so many times the units that fit it at full length
+MORE = 8  # a row holds at most MORE times the units that fit it at full length
 
 
 class Batch(struct.PyTreeNode):
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
     Attributes:
       rows: b, rows of a micro-batch.
       together: sequences of a unit.
-      columns: C; 0 is those of one unit of full length.
+      columns: C; 0 is the length of one full unit.
     """
 
     rows: int

@@ -34,7 +34,7 @@ class Chip:
 
 
 # TPU: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (bf16 peak and HBM bandwidth of a chip); their
-# memory is what libtpu's compiler says is there when a program is too large, twice a core's on v4.
+# memory is what libtpu's compiler reports when a program is too large, twice a core's on v4.
 # GPU: NVIDIA's data sheets of the SXM modules, dense (half of what is given with sparsity): A100
 # 80GB (2021), H100 (2022), H200 (2023), HGX B200 (2024: 36 PFLOP/s with sparsity and 62 TB/s for
 # eight); their memory is what CUDA reports.

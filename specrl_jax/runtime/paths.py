@@ -95,7 +95,8 @@ def output_directory(field: str, value: str | os.PathLike[str], *, new: bool = T
 
 
 def _check_writable(field: str, path: Path, directory: Path) -> None:
-    """Raises ConfigError unless a file can be made in `directory`; its mode says less."""
+    """Raises ConfigError unless a file can be created in `directory`; its mode alone does not
+    show that."""
     try:
         handle, name = tempfile.mkstemp(prefix=".specrl_jax.", dir=directory)
         os.close(handle)

@@ -17,8 +17,8 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
 
     Fields [Q] are updated by comparison: a TPU writes a scatter's entries one after the other, and
     libtpu 0.0.42 aborts where a gather and a scatter share their indices. Fields [Q, T] are written
-    at indices that are unique beyond the end, too, where they are dropped: of others XLA makes a
-    loop where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops).
+    at unique indices, also beyond the end, where writes are dropped: with repeated indices XLA
+    makes a loop where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops).
     """
     (total, buffer), (batch, width) = sequences.tokens.shape, verdict.tokens.shape
     seq = jnp.where(frontier.live, frontier.seq, total + jnp.arange(batch))

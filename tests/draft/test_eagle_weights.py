@@ -99,7 +99,7 @@ def test_other_name_of_the_same_class_is_read(folder: Path) -> None:
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
     _, _, warnings, _ = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
     assert [w.split("stop token ")[1].split()[0] for w in warnings[:-1]] == ["4", "7"]
-    assert "does not tell which tokenizer" in warnings[-1]
+    assert "does not name the tokenizer" in warnings[-1]
 
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -68,4 +68,4 @@ def test_head_of_another_actor_is_reported_in_one_line(
         "may have less accepted"]
     unknown = saved(tmp_path / "other", eagle_weights.UNKNOWN)
     (told,) = warnings_of(unknown, actor(1), parts=parts)
-    assert told.startswith(f"{unknown}: does not tell which tokenizer it was trained with")
+    assert told.startswith(f"{unknown}: does not name the tokenizer that it was trained with")
