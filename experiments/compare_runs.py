@@ -87,7 +87,7 @@ def compare(args: argparse.Namespace) -> int:
     if differ:
         use_persistent_cache()
         replayed = replay(args.a, differ[0].step, say)
-        rulings = rule(replayed.trainer, [d for step in differ for d in step.differences])
+        rulings = rule(replayed, [d for step in differ for d in step.differences])
     found = findings(args, fields, steps, rulings, replayed)
     show(found, rulings, _decoder(replayed))
     if args.json:

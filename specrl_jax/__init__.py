@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrl_jax.config import Config, ConfigError, load_config
-    from specrl_jax.control.protocol import Controller
+    from specrl_jax.control.protocol import Controller, make_spec
     from specrl_jax.control.registry import CONTROLLERS
     from specrl_jax.data.datasets import DATASETS
     from specrl_jax.data.prompts import PromptBatch
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config", "ConfigError", "Controller", "Drafter", "DrafterTraining", "PromptBatch", "Rule",
-    "Sampler", "Trainer", "evaluate", "generate", "load_config", "read_metrics",
+    "Sampler", "Trainer", "evaluate", "generate", "load_config", "make_spec", "read_metrics",
     "register_advantage", "register_controller", "register_correction", "register_dataset",
     "register_drafter", "register_family", "register_loss", "register_reward", "register_rule",
     "register_tracker",
@@ -70,6 +70,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate:evaluate",
     "generate": "evaluation.generate:generate",
     "load_config": "config:load_config",
+    "make_spec": "control.protocol:make_spec",
     "read_metrics": "metrics.run_files:read_metrics",
     "register_advantage": "rl.advantage:ADVANTAGES.register",
     "register_controller": "control.registry:CONTROLLERS.register",

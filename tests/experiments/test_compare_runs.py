@@ -201,7 +201,7 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
     assert len(found["differences"]) == 4
     assert all(d["drawn"] == d["token_a"] for d in found["differences"])
     score = found["differences"][0]["score_a"]
-    initial = audit.rule(trainer_of(trained), differences_of(trained, other))[0].score_a
+    initial = audit.rule(initial_of(trained), differences_of(trained, other))[0].score_a
     assert abs(score - initial) > 1e-3  # so the weights matter
     assert sorted(trained.rglob("*")) == before  # A is only read
 
@@ -209,14 +209,14 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
 @pytest.mark.ci
 def test_replay_restores_a_checkpoint_and_only_reads_it(trained):
     made = audit.replay(trained, 2, print)
-    assert (made.checkpoint, made.trainer.step_number, made.deviations) == (2, 2, 0)
-    initial = trainer_of(trained).sampler.params["embed"]
-    assert np.abs(np.asarray(made.trainer.sampler.params["embed"] - initial)).max() > 1e-3
+    assert (made.checkpoint, made.state.step, made.deviations) == (2, 2, 0)
+    initial = initial_of(trained).state.policy.params["embed"]
+    assert np.abs(np.asarray(made.state.policy.params["embed"] - initial)).max() > 1e-3
 
 
-def trainer_of(run):
-    """The run's trainer with its initial weights."""
-    return audit.replay(run, 0, print).trainer
+def initial_of(run):
+    """The run with its initial weights."""
+    return audit.replay(run, 0, print)
 
 
 def differences_of(a, b):

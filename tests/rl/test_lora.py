@@ -181,7 +181,7 @@ def test_checkpoint_is_an_actor_with_merged_weights(steps: Any, tmp_path: Path) 
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), actor.params(mesh),
                  trainer.published)
     other = Source(trainer.arch, byte_tokenizer(), random_tensors(trainer.arch, 1), "other")
-    with pytest.raises(ConfigError, match="model.path = 'other': its weights are not those"):
+    with pytest.raises(ConfigError, match="model.path = 'other': its weights are not the ones"):
         Actor(other, tmp_path, 1, learner=LEARNER).params(mesh)
 
 
@@ -198,7 +198,7 @@ def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, again.published, trainer.published)
         frozen = again.policy.frozen
         again.policy.frozen = frozen._replace(identities={"base": "float32 other"})
-        with pytest.raises(ConfigError, match="model.path.* its weights are not those"):
+        with pytest.raises(ConfigError, match="model.path.* its weights are not the ones"):
             restore(again.trainer, initial, checkpoints)
     again.policy.frozen = frozen
     left, right = trainer.step()[0], again.step()[0]

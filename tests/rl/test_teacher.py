@@ -164,5 +164,5 @@ def test_resume_beside_other_frozen_weights_is_refused(
         assert restore(again.trainer, again.state, checkpoints)
         monkeypatch.setattr(layers, "identity", lambda params: "other")
         changed = stepping_to_compile(config)
-        with pytest.raises(ConfigError, match=f"{field} = .* its weights are not those"):
+        with pytest.raises(ConfigError, match=f"{field} = .* its weights are not the ones"):
             restore(changed.trainer, changed.state, checkpoints)

@@ -46,7 +46,7 @@ def log_probability(logits: np.ndarray, token: int) -> float:
 
 
 def test_penalized_log_probabilities_are_those_of_transformers() -> None:
-    result = plain().run(PARAMS, ask(TASK, seed=1))
+    result = roll_out(plain(), PARAMS, ask(TASK, seed=1))
     run = jax.jit(functools.partial(forward, ARCH))
     prompts = [prompt for prompt in TASK.prompts for _ in range(TASK.group)]
     penalty_showed = 0
@@ -66,7 +66,7 @@ def test_penalized_log_probabilities_are_those_of_transformers() -> None:
 def test_drafts_change_no_token_under_the_penalty(temperature: float) -> None:
     course, dice, drafted = trees()
     asked = ask(TASK, seed=2, temperature=temperature)
-    alone = plain().run(PARAMS, asked)
+    alone = roll_out(plain(), PARAMS, asked)
     dice.replay, dice.hit, dice.chain = alone.sequences.tokens, 0.9, 0.8
     for seed in range(3):
         dice.seed = seed
@@ -77,7 +77,7 @@ def test_drafts_change_no_token_under_the_penalty(temperature: float) -> None:
 
 @functools.cache
 def trees() -> tuple[Course, Dice, Engine]:
-    course, dice = Course(6, 3), Dice(plain().run(PARAMS, ask(TASK)).sequences.tokens)
+    course, dice = Course(6, 3), Dice(roll_out(plain(), PARAMS, ask(TASK)).sequences.tokens)
     engine = make_engine(
         ARCH, TASK, controller=wandering(course), repetition_penalty=PENALTY,
         drafter=random_drafter(dice, nodes=6, depth=3, vocab=ARCH.vocab_size))

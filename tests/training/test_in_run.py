@@ -155,10 +155,10 @@ def test_best_is_kept_while_a_run_does_not_evaluate(config: Config, tmp_path: Pa
     ({"eval__reward": "nice"}, "eval.every = 2: reward.terms = 'nice'")])
 def test_evaluation_of_nothing_held_out_is_refused(
         config: Config, fields: dict[str, Any], message: str) -> None:
-    trainer = Trainer.from_config(with_fields(config, eval__examples=4))
+    trainer, _ = Trainer.from_config(with_fields(config, eval__examples=4))
     trainer.config = with_fields(config, eval__examples=4, **fields)
     with pytest.raises(ConfigError, match=message):
-        InRun(trainer, print)
+        InRun(trainer, print, print)
 
 
 @pytest.mark.full

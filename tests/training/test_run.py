@@ -50,29 +50,33 @@ def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
 
+def saved(trainer: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"actor": np.zeros(1)}, {}
+
+
 def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None) -> None:
     """Runs four steps of a trainer that computes nothing; its reward fails at a step."""
-    trainer: Any = types.SimpleNamespace(
-        config=load_config("tiny", steps=4, checkpoint_every=9), step_number=0, bad_steps=0,
-        warnings=[], meta=dict, arrays=lambda: {"actor": np.zeros(1)})
-
-    def step(*_: object) -> tuple[dict[str, float], list[Any]]:
-        if trainer.step_number == fails_at:
+    def step(state: Any, *_: object) -> tuple[Any, dict[str, float], list[Any]]:
+        if state.step == fails_at:
             raise RewardError("reward 'x', example 3, answer 'y': judge is down")
-        trainer.step_number += 1
-        return {"step": trainer.step_number - 1, "applied": 1, "time/step": 1}, []
+        return (types.SimpleNamespace(step=state.step + 1, bad_steps=0, best=None),
+                {"step": state.step, "applied": 1, "time/step": 1}, [])
 
-    trainer.step = step
+    trainer: Any = types.SimpleNamespace(
+        config=load_config("tiny", steps=4, checkpoint_every=9), step=step)
+    state: Any = types.SimpleNamespace(step=0, bad_steps=0, best=None)
     with Checkpoints(workdir / "checkpoints", 2) as checkpoints, run_files.Writer(
             workdir, 0) as writer, Progress(4, 0) as progress:
-        list(run.run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {},
-                           evaluation=evaluation))
+        list(run.run_steps(run.Run(trainer, evaluation, checkpoints, writer, progress,
+                                   CompilationCounter()), state, {}))
 
 
 @pytest.mark.parametrize("complete, kept", [
     (0, "no step was complete, so none is saved"), (2, "checkpoint 2 is saved")])
-def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: str) -> None:
+def test_reward_failure_says_what_is_saved(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: int, kept: str) -> None:
     """Whether in a rollout of RL or, at step 0, in one for a drafter that learns once."""
+    monkeypatch.setattr(run, "to_save", saved)
     with pytest.raises(RewardError, match=f"^reward 'x', .* judge is down; {kept}: correct the "
                        "reward and run the same command again, or go on with reward.on_failure=0, "
                        "which must then stay in the command$"):
@@ -80,12 +84,15 @@ def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: 
     assert list_steps(tmp_path / "checkpoints") == [2][: complete]
 
 
-def test_evaluation_whose_reward_fails_keeps_its_step(tmp_path: Path) -> None:
+def test_evaluation_whose_reward_fails_keeps_its_step(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed in another process, whose save needs this one."""
-    def after(step: int, progress: Progress) -> dict[str, float]:
-        if step == 3:
+    monkeypatch.setattr(run, "to_save", saved)
+
+    def after(state: Any, progress: Progress) -> tuple[Any, dict[str, float]]:
+        if state.step == 3:
             raise RewardError("process 1: reward 'x', example 3, answer 'y': judge is down")
-        return {}
+        return state, {}
 
     with pytest.raises(RewardError, match="^process 1: .* judge is down; checkpoint 3 is saved"):
         steps_of(tmp_path, evaluation=types.SimpleNamespace(after=after))
@@ -112,7 +119,7 @@ def test_files_that_differ_between_processes_are_refused_first(
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(run.resume.processes, "share", share)
-    monkeypatch.setattr(run, "Trainer", lambda *_: made.append("trainer"))
+    monkeypatch.setattr(run.Trainer, "create", lambda *_: (made.append("trainer"), None))
     monkeypatch.setattr(run, "InRun", lambda *_: types.SimpleNamespace(
         problems=types.SimpleNamespace(prompts=held_out)))
     with pytest.raises(ConfigError, match=rf"^{field} = .*: process 1 has others there \({part}\)"):
