@@ -40,6 +40,7 @@ from specrl_jax.structs import Json, PyTree
 NONE = -1  # no intact checkpoint
 BEST = "best"  # of a checkpoint's meta: the best evaluation so far, with its "step"
 DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
+REMOVALS, REMOVAL_SECONDS = 20, 0.1  # attempts to remove a failed save, and between them
 
 
 class CheckpointError(ConfigError):
@@ -159,14 +160,23 @@ class Checkpoints:
                 checksums=ChecksumSave()))
         except (OSError, ValueError) as error:
             self._failed()
-            for left in self.directory.iterdir():  # makes room at once, not only on the next start
-                if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
-                    shutil.rmtree(left, ignore_errors=True)
+            self._remove_partial(step)
             kept = ", ".join(map(str, list_steps(self.directory))) or "none"
             raise CheckpointError(
                 f"{self.directory / str(step)}: the checkpoint could not be written "
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
+
+    def _remove_partial(self, step: int) -> None:
+        """Removes what a failed save left, at once: other writes of the save may still be running.
+        """
+        for _ in range(REMOVALS):
+            left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
+            if not left:
+                return
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
+            time.sleep(REMOVAL_SECONDS)
 
     def restore_latest(self, abstract: PyTree, required: Collection[str] | None = None
                        ) -> tuple[int, PyTree, Json] | None:
