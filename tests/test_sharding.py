@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    Stepping,
     ask,
     make_engine,
     make_task,
     micro_config,
-    micro_trainer,
     moments,
     roll_out,
     run_training,
+    stepping,
     streams,
     tiny_arch,
     tiny_params,
@@ -31,7 +32,6 @@ from specrl_jax.model import architecture
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Rollout
-from specrl_jax.training.trainer import Trainer
 
 ADVANTAGE = np.random.default_rng(0).normal(size=16).astype(np.float32)
 MESHES = {"2x2x2": MeshConfig(2, 2, 2), "8x1x1": MeshConfig(8, 1, 1), "1x8x1": MeshConfig(1, 8, 1),
@@ -42,10 +42,10 @@ needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in te
 @pytest.fixture(scope="module")
 def single() -> tuple[Rollout, Any, Any]:
     """The first rollout, the gradient of one update from it, and the second rollout; one device."""
-    trainer = micro_trainer(micro_config())
+    trainer = stepping(micro_config())
     rollout, _ = trainer.rollout()
     trainer.learn(rollout, ADVANTAGE)
-    return rollout, jax.tree.map(np.asarray, moments(trainer.state.optimizer)), trainer.mesh
+    return rollout, jax.tree.map(np.asarray, moments(trainer.state.learner.optimizer)), trainer.mesh
 
 
 @needs_8
@@ -55,11 +55,11 @@ def single() -> tuple[Rollout, Any, Any]:
 def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) -> None:
     want, gradient, alone = single
     assert alone.size == 1
-    trainer = micro_trainer(micro_config(mesh=MESHES[mesh]))
+    trainer = stepping(micro_config(mesh=MESHES[mesh]))
     assert trainer.mesh.size == 8
-    for params, rules in ((trainer.state.params, sharding.LEARNER_RULES),
-                          (moments(trainer.state.optimizer), sharding.MOMENT_RULES),
-                          (trainer.sampler.params, sharding.ROLLOUT_RULES)):
+    for params, rules in ((trainer.params, sharding.LEARNER_RULES),
+                          (moments(trainer.state.learner.optimizer), sharding.MOMENT_RULES),
+                          (trainer.published, sharding.ROLLOUT_RULES)):
         assert_lie_where_declared(trainer, params, rules)
     rollout, _ = trainer.rollout()
     for name in ("tokens", "length", "prompt", "prompt_id", "sample_id", "stopped"):
@@ -67,14 +67,14 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(rollout, name), getattr(want, name), atol=1e-4)
     trainer.learn(want, ADVANTAGE)
-    found = moments(trainer.state.optimizer)
+    found = moments(trainer.state.learner.optimizer)
     for got, alone in zip(*map(jax.tree.leaves, (found, gradient)), strict=True):
         assert np.linalg.norm(np.asarray(got) - alone) <= 1e-5 * np.linalg.norm(alone)
-    assert_lie_where_declared(trainer, trainer.state.params, sharding.LEARNER_RULES)
-    assert_lie_where_declared(trainer, trainer.sampler.params, sharding.ROLLOUT_RULES)
+    assert_lie_where_declared(trainer, trainer.params, sharding.LEARNER_RULES)
+    assert_lie_where_declared(trainer, trainer.published, sharding.ROLLOUT_RULES)
 
 
-def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None:
+def assert_lie_where_declared(trainer: Stepping, params: Any, rules: Any) -> None:
     """Every device holds the part of every leaf that the description and the mesh give."""
     described = jax.tree.leaves(architecture.describe(trainer.arch), is_leaf=architecture.is_param)
     split = 0
@@ -87,7 +87,7 @@ def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None
     assert split > 0 or all(devices(trainer, axes) == 1 for axes in rules.values())
 
 
-def devices(trainer: Trainer, axes: str | tuple[str, ...]) -> int:
+def devices(trainer: Stepping, axes: str | tuple[str, ...]) -> int:
     names = (axes,) if isinstance(axes, str) else axes
     return int(np.prod([trainer.mesh.shape[name] for name in names]))
 
@@ -97,7 +97,7 @@ def devices(trainer: Trainer, axes: str | tuple[str, ...]) -> int:
 def test_mesh_chooses_prompts_and_baselines_as_one_device_does() -> None:
     found = []
     for mesh in (MeshConfig(), MeshConfig(data=2, tensor=2)):
-        trainer = micro_trainer(micro_config(
+        trainer = stepping(micro_config(
             mesh=mesh, reward__terms=("rewards:starts_even",), rl__filter="dynamic",
             rl__curriculum="pass_rate", rl__advantage="greedy_baseline", rl__loss="reinforce"))
         steps = [trainer.step() for _ in range(2)]

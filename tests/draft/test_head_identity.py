@@ -25,15 +25,17 @@ def actor(seed: int) -> dict:
 
 
 def warnings_of(folder: Path, *weights: dict, parts: tuple[str, ...] = ()) -> list[str]:
-    """What a run says that drafts with the head in `folder` and publishes these weights in turn."""
+    """The warnings of a run that drafts with the head in `folder` and starts with `weights[0]`."""
     told: list[str] = []
     config = micro_config(spec__drafter="eagle", draft__path=str(folder))
     if parts:
         config = with_fields(config, spec__drafter="merge", spec__max_nodes=5, draft__parts=parts)
     sampler = Sampler(config, ARCH, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=4,
                       group=2, warn=told.append, tokenizer=TOKENIZER)
-    for version, params in enumerate(weights):
-        sampler.publish(params, version)
+    for params in weights[:1]:
+        sampler.initial_state(params)
+    for params in weights[1:]:
+        sampler.publish(params, 1)
     return told
 
 

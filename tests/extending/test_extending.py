@@ -17,7 +17,7 @@ import objective
 import pytest
 import small_batches
 from control_cases import LIMITS, record
-from helpers import micro_config, micro_trainer, micro_trainer_to_compile
+from helpers import micro_config, stepping, stepping_to_compile
 from seed_oss import SEED_OSS
 
 import specrl_jax
@@ -178,7 +178,7 @@ def test_tracker_prints_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_last_token_drafter_is_accepted() -> None:
-    _, metrics = micro_trainer_to_compile(greedy()).rollout()
+    _, metrics = stepping_to_compile(greedy()).rollout()
     assert 0 < metrics["draft/last_token/accepted"] <= metrics["draft/last_token/drafted"]
     assert metrics["rollout/accept_length"] > 1
 
@@ -186,9 +186,9 @@ def test_last_token_drafter_is_accepted() -> None:
 @pytest.mark.ci
 def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
     with_rule = greedy(spec__rule="one_draft:ONE_DRAFT")
-    rollout, metrics = micro_trainer_to_compile(with_rule).rollout()
+    rollout, metrics = stepping_to_compile(with_rule).rollout()
     assert rollout.commits.max() == 2 and metrics["spec/lossy"] == 0
-    plain, _ = micro_trainer_to_compile(greedy(spec__drafter="off")).rollout()
+    plain, _ = stepping_to_compile(greedy(spec__drafter="off")).rollout()
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
 
 
@@ -198,7 +198,7 @@ def test_small_batches_controller_drafts_below_few_rows(
         few: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_batches, "FEW", few)
     config = greedy(control__policy="small_batches:small_batches")
-    _, metrics = micro_trainer_to_compile(config).rollout()
+    _, metrics = stepping_to_compile(config).rollout()
     assert (metrics["rollout/drafted"] > 0) == drafts
 
 
@@ -214,7 +214,7 @@ def test_bandit_settles_on_the_fastest_depth(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.ci
 def test_bandit_controller_trains_and_drafts() -> None:
-    trainer = micro_trainer(micro_config(
+    trainer = stepping(micro_config(
         spec__drafter="last_token:last_token", control__policy="bandit:bandit",
         rollout__rounds_per_launch=2))
     rows = [trainer.step()[0] for _ in range(2)]
@@ -232,17 +232,22 @@ def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) ->
 
     original = bigram.loss
     monkeypatch.setattr(bigram, "loss", loss)
-    trainer = micro_trainer(LEARNS)
+    warnings: list[str] = []
+    trainer = stepping(LEARNS, warn=warnings.append)
     rows = [trainer.step()[0] for _ in range(5)]
     assert set(calls) == {2}
     assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
     assert rows[-1]["distill/alpha/0"] > rows[0]["distill/alpha/0"] + 0.05
     assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
     assert [row["version/drafter"] for row in rows] == [0, 1, 2, 3, 4]
-    assert not [line for line in trainer.warnings if "temperature" not in line]  # it is greedy
-    spoiled = {**trainer.sampler.drafter_weights[0], "vocab": np.zeros(512, np.int32)}
-    trainer.sampler.publish_drafter((spoiled,), trainer.sampler.drafter_version)
-    assert trainer.drafter.before_rollout(5)["drafter/fault"] == "not as published"
+    assert not [line for line in warnings if "temperature" not in line]  # it is greedy
+    drafter, policy = trainer.state.drafter, trainer.state.policy
+    spoiled = {**drafter.published.weights[0], "vocab": np.zeros(512, np.int32)}
+    drafter = drafter.replace(published=trainer.sampler.publish_drafter(
+        policy, (spoiled,), drafter.published.version))
+    _, metrics = trainer.drafter.before_rollout(
+        drafter, policy, trainer.state.speculation, 5, pytest.fail)
+    assert metrics["drafter/fault"] == "not as published"
 
 
 @pytest.mark.ci
@@ -280,15 +285,17 @@ def test_medusa_tree_branches_at_its_root() -> None:
 
 @pytest.mark.ci
 def test_medusa_heads_learn_and_change_no_token() -> None:
-    trainer = micro_trainer(override(LEARNS, BRANCHING | {"distill.learning_rate": 0.01}))
-    plain, _ = micro_trainer_to_compile(greedy(spec__drafter="off")).rollout()
+    warnings: list[str] = []
+    trainer = stepping(override(LEARNS, BRANCHING | {"distill.learning_rate": 0.01}),
+                       warn=warnings.append)
+    plain, _ = stepping_to_compile(greedy(spec__drafter="off")).rollout()
     rollout, _ = trainer.rollout()
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
     rows = [trainer.step()[0] for _ in range(6)]
     assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
     assert rows[-1]["distill/alpha/0"] > 0.7  # 0.64 if they read a column too early
     assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
-    assert not [line for line in trainer.warnings if "temperature" not in line]  # it is greedy
+    assert not [line for line in warnings if "temperature" not in line]  # it is greedy
 
 
 # RL.
@@ -314,7 +321,7 @@ def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPat
     config = override(PLAIN, {
         "rl.advantage": "objective:best_of_group", "rl.loss": "objective:positive_only",
         "rl.correction": "objective:within_factor_2", "reward.terms": ("brevity:brevity",)})
-    metrics, samples = micro_trainer(config).step()
+    metrics, samples = stepping(config).step()
     assert metrics["applied"] and set(called) == {*functions}
     assert called["best_of_group"].shape == (8, 2)
     for sample in samples:
@@ -347,7 +354,7 @@ def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:
     config = override(PLAIN, {
         "model.path": str(tmp_path / "model"), "model.family": "seed_oss:SEED_OSS",
         "rollout.max_prompt_tokens": 64})
-    sampler = Sampler.from_config(config)
-    assert sampler.params["layers"][0]["qkv_bias"].any()
-    rollout, _ = sampler.generate(sampler.encode(["Hi"]))
+    sampler, state = Sampler.from_config(config)
+    assert state.policy.params["layers"][0]["qkv_bias"].any()
+    rollout, *_ = sampler.generate(sampler.encode(["Hi"]), *state)
     assert rollout.length[0] > 0

@@ -76,7 +76,7 @@ def same_bits(params, plain, made, dice, **mix):
     want = bits(roll_out(plain, params, ask(TASK, **mix)))
     for hit in (0.0, 0.7, 1.0):
         dice.hit, dice.replay = hit, roll_out(plain, params, ask(TASK, **mix)).sequences.tokens
-        assert bits(made.run(params, ask(TASK, **mix), rounds=2)) == want
+        assert bits(roll_out(made, params, ask(TASK, **mix), rounds=2)) == want
 
 
 def random_trees(params, plain, **how):
@@ -106,7 +106,7 @@ def test_order_changes_no_bit(params, plain):
 def test_it_agrees_with_default_numerics(params, plain):
     default = make_engine(ARCH, TASK, batch=4)
     default.compile(params)
-    ours, theirs = (made.run(params, ask(TASK)) for made in (plain, default))
+    ours, theirs = (roll_out(made, params, ask(TASK)) for made in (plain, default))
     assert np.array_equal(ours.sequences.tokens, theirs.sequences.tokens)
     np.testing.assert_allclose(ours.sequences.logprob, theirs.sequences.logprob, rtol=0, atol=1e-4)
 
