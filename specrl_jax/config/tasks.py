@@ -89,6 +89,8 @@ class RewardConfig(Section, prefix="reward"):
                    f"give {STOP}, or a number such as 0")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")
+        self.check(len(set(self.terms)) == len(self.terms), "terms", "name each term once")
+        self.check(all(map(math.isfinite, self.weights)), "weights", "must be finite")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Accuracy of a model on problems, and comparison of two evaluations of the same problems."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ class Problems:
     """The problems of `config.eval`, and the judge of their answers.
 
     Raises:
-      ConfigError: see `make_prompts` and `judge.compose`.
+      ConfigError: see `make_prompts` and `judge.of_config`.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None],
@@ -59,9 +60,8 @@ class Problems:
         self.samples, self.reward, self.tokenizer = (
             config.eval.samples, reward_of(config), tokenizer)
         failure = STOP if config.reward.on_failure == STOP else "0"
-        self.judge = judge.compose((self.reward,), (1.0,), workers=config.reward.workers,
-                                   seconds=config.reward.seconds, warn=warn,
-                                   on_failure=failure)
+        self.judge = judge.of_config(dataclasses.replace(
+            config.reward, terms=(self.reward,), weights=(1.0,), on_failure=failure), warn)
         self.prompts = make_prompts(task_config(config), tokenizer, say)
         judge.check_answers((self.reward,), self.prompts.examples)
 

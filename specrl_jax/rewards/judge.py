@@ -38,7 +38,7 @@ class Judged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """Judges answers, in their order; see `compose`."""
+    """Judges answers, in their order; see `of_config`."""
 
     terms: Mapping[str, "Term"]
     weights: Sequence[float]
@@ -79,45 +79,33 @@ Term = Callable[[Sequence[Answer]], list[Outcome]]
 """Answers -> the value of one term of each, or its failure as a whole line."""
 
 
-def of_config(config: RewardConfig, warn: Callable[[str], None]) -> Judge:
-    """Returns the judge that `config` describes; see `compose`."""
-    return compose(config.terms, config.weights, workers=config.workers, seconds=config.seconds,
-                   on_failure=config.on_failure, warn=warn)
-
-
-def compose(terms: Sequence[str], weights: Sequence[float], *, workers: int = 0,
-            seconds: float = RewardConfig.seconds, on_failure: str = STOP,
-            warn: Callable[[str], None] = lambda text: None) -> Judge:
+def of_config(config: RewardConfig, warn: Callable[[str], None] = lambda text: None) -> Judge:
     """Returns a function that judges answers, in their order.
 
     A term fails where it raises, exits or returns no finite number, or if one in a worker exceeds
-    its limits or dies. Then that function raises RewardError, or the term counts as `on_failure`; a
-    completion for which `latex` exceeds the limits is wrong.
+    its limits or dies. Then that function raises RewardError, or the term counts as
+    `config.on_failure`; a completion for which `latex` exceeds the limits is wrong.
 
     Args:
-      terms, weights, workers, seconds, on_failure: see RewardConfig.
       warn: called with a line about answers that failed.
 
     Raises:
-      ConfigError: a term is unknown or named twice, takes other arguments, or has no
-        finite weight.
+      ConfigError: a term is unknown, or takes other arguments.
     """
-    check(len(terms) == len(weights), "reward.weights", weights,
-          f"give one weight for each of the {len(terms)} terms")
-    check(len(set(terms)) == len(terms), "reward.terms", terms, "name each term once")
-    check(all(map(math.isfinite, weights)), "reward.weights", weights, "must be finite")
+    terms, workers = config.terms, config.workers
     here = {name: _resolve(name) for name in terms if name not in ALWAYS_IN_WORKERS}
     batched = {name for name, function in here.items() if is_batched(function)}
     away = [name for name in terms if name not in here or workers and name not in batched]
-    pool = Workers(workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS), away, seconds)
+    pool = Workers(workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS), away, config.seconds)
 
     def term(name: str) -> Term:
         if name in away:
             return functools.partial(_in_workers, pool, name)
         run = _at_once if name in batched else _one_by_one
-        return functools.partial(run, name, here[name], on_failure == STOP)
+        return functools.partial(run, name, here[name], config.on_failure == STOP)
 
-    return Judge({name: term(name) for name in terms}, weights, on_failure, warn, bool(batched))
+    return Judge({name: term(name) for name in terms}, config.weights, config.on_failure, warn,
+                 bool(batched))
 
 
 def _resolve(name: str) -> Reward:

@@ -9,13 +9,13 @@ import math_verify
 from specrl_jax.data.examples import Example
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
-NO_LIMIT: Any = None  # judge.compose has one; math-verify's own works in main threads only
+NO_LIMIT: Any = None  # judge.of_config has one; math-verify's own works in main threads only
 
 
 def latex(prompt: str, completion: str, example: Example) -> float:
     """Returns 1 if math-verify finds the completion's final expression equal to the answer.
 
-    Some expressions take SymPy hours or more memory than there is: `judge.compose` runs this in
+    Some expressions take SymPy hours or more memory than there is: `judge.of_config` runs this in
     processes with limits, where such a completion is wrong.
 
     Raises:

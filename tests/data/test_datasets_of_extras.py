@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specrl_jax.config import ConfigError, DataConfig
+from specrl_jax.config import ConfigError, DataConfig, RewardConfig
 from specrl_jax.data.examples import load_examples
 from specrl_jax.rewards import judge
 
@@ -100,7 +100,8 @@ def test_reasoning_gym_splits_and_seeds_share_no_seed(reasoning: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_reasoning_gym_scores_as_the_package_does(reasoning: Any, workers: int) -> None:
     example = load(name="reasoning_gym", task=MIXTURE, examples=1)[0]
-    right, judged = example["answer"], judge.compose(("reasoning_gym",), (1.0,), workers=workers)
+    right, judged = example["answer"], judge.of_config(
+        RewardConfig(("reasoning_gym",), workers=workers))
     answers = (f"<answer>{right}</answer>", f"so\n#### {right}", right, "<answer></answer>",
                f"<answer>{right}0</answer><answer>{right}</answer>", f"it is {right}")
     found = [x.total for x in judged([("", text, example) for text in answers])]

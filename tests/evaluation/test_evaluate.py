@@ -46,7 +46,7 @@ def rollout(*answers):
 
 
 def tally(count, samples, *rollouts):
-    made = evaluate.Tally(ask(count), TOKENIZER, samples, judge.compose(("exact",), (1.0,)))
+    made = evaluate.Tally(ask(count), TOKENIZER, samples, judge.of_config(RewardConfig()))
     for one in rollouts:
         made.add(*one)
     return made.results()

@@ -26,6 +26,7 @@ from specrl_jax.config import (
     Config,
     ControlConfig,
     DistillConfig,
+    RewardConfig,
     RLConfig,
     SpecOptions,
     TrackConfig,
@@ -43,7 +44,7 @@ from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.tensors import pack
-from specrl_jax.rewards.judge import compose
+from specrl_jax.rewards.judge import of_config
 from specrl_jax.rewards.reward import REWARDS
 from specrl_jax.rl.algorithm import resolve
 from specrl_jax.structs import Frontier
@@ -103,7 +104,7 @@ def test_command_names_fields_and_extensions_that_exist(command: str) -> None:
                            (FAMILIES, config.model.family or "llama")):
         registry.resolve(name)
     resolve(config.rl)
-    compose(config.reward.terms, config.reward.weights)
+    of_config(config.reward)
     trackers.resolve(config.track)
 
 
@@ -119,7 +120,7 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert program is not None
     found: list[Any] = []
     monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.extend(
-        compose(config.reward.terms, config.reward.weights)([("", "1234567890", {})])))
+        of_config(config.reward)([("", "1234567890", {})])))
     try:
         exec(program[1], {"__name__": "notebook"})
     finally:
@@ -131,7 +132,7 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_batched_reward_counts_equal_answers_to_a_question() -> None:
-    judge = compose(("agreement:agreement",), (1.0,))
+    judge = of_config(RewardConfig(("agreement:agreement",)))
     answers = [("", said, {"id": id}) for id, said in ((1, "a"), (1, "a "), (1, "b"), (2, "a"))]
     assert [one.total for one in judge(answers)] == [2 / 3, 2 / 3, 1 / 3, 1]
 
@@ -157,7 +158,7 @@ def test_sandbox_gets_code_and_a_service_that_is_down_fails(
     with HTTPServer(("127.0.0.1", 0), Sandbox) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("SANDBOX_URL", f"http://127.0.0.1:{server.server_port}")
-        judge = compose(("sandbox:passes",), (1.0,), on_failure="-1")
+        judge = of_config(RewardConfig(("sandbox:passes",), on_failure="-1"))
         assert [one.total for one in judge(answers)] == [1, 0, 0]
         server.shutdown()
     found = judge(answers)

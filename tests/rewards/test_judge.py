@@ -66,12 +66,16 @@ def shares(prompts, completions, examples):
             for x in completions]
 
 
+def compose(terms, weights, warn=lambda text: None, **options):
+    return judge.of_config(RewardConfig(terms, weights, **options), warn)
+
+
 def of(terms, answers, **options):
-    return judge.compose(terms, (1.0,) * len(terms), **options)(answers)
+    return compose(terms, (1.0,) * len(terms), **options)(answers)
 
 
 def test_terms_are_weighted_and_told_one_by_one():
-    composed = judge.compose(("exact", "exact_only", f"{__name__}:length"), (1.0, 0.5, -0.25))
+    composed = compose(("exact", "exact_only", f"{__name__}:length"), (1.0, 0.5, -0.25))
     found = composed([("", "It is 73", EXAMPLE), ("", "73", EXAMPLE)])
     assert found[0].terms == {"exact": 1, "exact_only": 0, f"{__name__}:length": 8}
     assert [one.total for one in found] == [1 - 2, 1 + 0.5 - 0.5]
@@ -88,14 +92,14 @@ def test_terms_are_weighted_and_told_one_by_one():
 ])
 def test_bad_terms_are_refused_in_a_line(terms, words):
     with pytest.raises(ConfigError) as error:
-        judge.compose(terms, (1.0,) * len(terms))
+        compose(terms, (1.0,) * len(terms))
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
 
 def test_weights_must_match():
     with pytest.raises(ConfigError, match="reward.weights"):
-        judge.compose(("exact", "exact_only"), (1.0,))
+        compose(("exact", "exact_only"), (1.0,))
 
 
 @pytest.mark.parametrize("name, example, words", [
@@ -172,7 +176,7 @@ def test_reward_whose_process_cannot_start_is_refused_in_a_line(
 def test_failing_answers_count_as_configured_and_are_marked():
     told, terms = [], (f"{__name__}:length", f"{__name__}:sometimes")
     answers = [("", text, EXAMPLE) for text in ("1", "bad", "nan", "22")]
-    found = judge.compose(terms, (1.0, 2.0), on_failure="-0.5", warn=told.append)(answers)
+    found = compose(terms, (1.0, 2.0), on_failure="-0.5", warn=told.append)(answers)
     assert [one.total for one in found] == [1 + 2, 3 - 1, 3 - 1, 2 + 2]
     assert [list(one.failures) for one in found] == [[], [terms[1]], [terms[1]], []]
     assert found[1].failures[terms[1]] == (
@@ -230,9 +234,9 @@ def test_on_failure_is_stop_or_a_number(value):
 
 def test_batched_reward_gets_all_answers_in_this_process():
     terms = (f"{__name__}:length", f"{__name__}:shares")
-    made = judge.compose(terms, (0.0, 1.0), workers=1)
-    assert made.whole and not judge.compose(terms[:1], (1.0,)).whole
-    found = judge.compose(terms[1:], (1.0,))([("", x, EXAMPLE) for x in "aab"])
+    made = compose(terms, (0.0, 1.0), workers=1)
+    assert made.whole and not compose(terms[:1], (1.0,)).whole
+    found = compose(terms[1:], (1.0,))([("", x, EXAMPLE) for x in "aab"])
     assert [one.total for one in found] == [2 / 3, 2 / 3, 1 / 3]
     assert made([]) == []
 
