@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import bigram
 import numpy as np
 import objective
 import pytest
@@ -25,7 +24,6 @@ from specrl_jax.config import (
     override,
 )
 from specrl_jax.control.registry import CONTROLLERS
-from specrl_jax.data.examples import load_examples
 from specrl_jax.draft.registry import DRAFTERS
 from specrl_jax.metrics import trackers
 from specrl_jax.metrics.run_files import read_metrics
@@ -151,12 +149,6 @@ def test_sandbox_gets_code_and_a_service_that_is_down_fails(
 # Drafting.
 
 
-def test_last_token_drafter_is_accepted() -> None:
-    _, metrics = stepping_to_compile(greedy()).rollout()
-    assert 0 < metrics["draft/last_token/accepted"] <= metrics["draft/last_token/drafted"]
-    assert metrics["rollout/accept_length"] > 1
-
-
 @pytest.mark.ci
 def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
     with_rule = greedy(spec__rule="one_draft:ONE_DRAFT")
@@ -187,19 +179,10 @@ def test_bandit_controller_trains_and_drafts() -> None:
 
 
 @pytest.mark.ci
-def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def loss(params: Any, inputs: Any, targets: Any) -> Any:
-        calls.append(targets.depths)
-        return original(params, inputs, targets)
-
-    original = bigram.loss
-    monkeypatch.setattr(bigram, "loss", loss)
+def test_bigram_drafter_learns_while_rl_runs() -> None:
     warnings: list[str] = []
     trainer = stepping(LEARNS, warn=warnings.append)
     rows = [trainer.step()[0] for _ in range(5)]
-    assert set(calls) == {2}
     assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
     assert rows[-1]["distill/alpha/0"] > rows[0]["distill/alpha/0"] + 0.05
     assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
@@ -262,17 +245,6 @@ def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPat
 
 
 # Data and models.
-
-
-@pytest.mark.parametrize("command, question, answer", [
-    (next(c for c in COMMANDS if "squares" in c), "What is 3 squared?", "9"),
-    (next(c for c in COMMANDS if "jsonl" in c), "What is the capital of Peru?", "Lima")])
-def test_dataset_gives_examples_with_an_answer(command: str, question: str, answer: str) -> None:
-    values = flags(command)
-    if "data.path" in values:
-        values["data.path"] = str(FILES / Path(values["data.path"]).name)
-    examples = load_examples(override(load_config("tiny"), values).data)
-    assert (examples[3]["question"], examples[3]["answer"]) == (question, answer)
 
 
 def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:

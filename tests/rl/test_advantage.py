@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from specrl_jax.config import Config, ConfigError, RLConfig, load_config
+from specrl_jax.config import Config, ConfigError, RLConfig
 from specrl_jax.config.rl import OF_GROUPS
 from specrl_jax.rl.advantage import (
     ADVANTAGES,
@@ -16,7 +16,6 @@ from specrl_jax.rl.advantage import (
     leave_one_out,
     none,
 )
-from specrl_jax.training.trainer import Trainer
 
 
 def f32(rows):
@@ -81,9 +80,3 @@ def test_group_of_one_is_refused_where_samples_are_compared(name):
             call(name, np.zeros((4, 1), np.float32))
     else:
         assert Config(**options).group_size == 1
-
-
-def test_greedy_baseline_of_greedy_answers_is_refused():
-    config = load_config("tiny:remax", rollout__temperature=0.0)  # of an evaluation it may be 0
-    with pytest.raises(ConfigError, match="rollout.temperature = 0.*greedy_baseline is 0; set it"):
-        Trainer.from_config(config)

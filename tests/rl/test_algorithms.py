@@ -124,20 +124,6 @@ def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
 
 
 @pytest.mark.ci
-def test_failures_of_answers_that_nothing_learns_from_are_told() -> None:
-    config = config_of("remax", **{
-        "rl.filter": "dynamic", "reward.terms": ("rewards:even_or_fails",),
-        "reward.on_failure": "0", "model.numerics": "default"})
-    metrics, samples = stepping(config).step()
-    failed = [s for s in samples if "failures" in s]
-    assert len(failed) == metrics["reward/failures"] > 0
-    unlearned = [s for s in samples if not s.get("learned", True)]
-    assert len(samples) - len(unlearned) == config.sequences
-    greedy = [s for s in unlearned if s["sample_id"] == config.group_size]
-    assert 0 < len(greedy) < len(unlearned) and all("failures" in s for s in unlearned)
-
-
-@pytest.mark.ci
 def test_failing_reward_leaves_the_callers_state_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
                                   "rl.curriculum": "pass_rate", "model.numerics": "default"})

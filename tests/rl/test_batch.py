@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, build
-from specrl_jax.rl.batch import Layout, make_batch, part_of
+from specrl_jax.rl.batch import Layout, make_batch
 from specrl_jax.structs import Rollout
 
 PROMPT, RESPONSE, GROUP = 6, 10, 2
@@ -57,29 +57,6 @@ def context(batch, row, column) -> list[int]:
     seen &= position <= position[column]
     assert sorted(position[seen]) == list(range(seen.sum()))
     return batch.tokens[row][seen][np.argsort(position[seen])].tolist()
-
-
-def test_rows_follow_tokens_and_shapes_follow_limits() -> None:
-    rollout, layout = made_up(40), Layout(1, GROUP, 90)
-    ones = np.ones(80, np.float32)
-    short = rollout.replace(length=rollout.length // 5)
-    (long, many), (brief, few) = (make_batch(r, ones, 1.0, layout, False)
-                                  for r in (rollout, short))
-    assert many.micro_batches > 2 * few.micro_batches
-    for a, b in zip(vars(long).values(), vars(brief).values(), strict=True):
-        assert a.shape == b.shape
-    tokens = rollout.length.sum() + rollout.prompt_length[::GROUP].sum()
-    assert tokens > 0.9 * 90 * (many.micro_batches - 1)  # the last row is not full
-    assert many.micro_batches <= len(long.tokens) == -(-40 // (90 // (PROMPT + 2 * RESPONSE)))
-
-
-def test_parts_are_disjoint_and_in_canonical_order() -> None:
-    rollout = made_up(6)
-    parts = [part_of(rollout, i, 3) for i in range(3)]
-    for name, whole in vars(rollout).items():
-        if isinstance(whole, np.ndarray):
-            np.testing.assert_array_equal(
-                np.concatenate([getattr(part, name) for part in parts]), whole)
 
 
 @pytest.mark.parametrize("values, line", [

@@ -215,15 +215,6 @@ def test_policy_without_signal_stays_at_its_reference(
     jax.tree.map(np.testing.assert_array_equal, new.params, params)
 
 
-def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:
-    batch, totals = batch_of(rollout, 12, True)
-    _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
-    whole, ends, mine = sequences(rollout)
-    logp = jax.nn.log_softmax(forward(ARCH, params, whole, jnp.asarray(ends)) / 0.8)
-    entropy = -(jnp.exp(logp) * logp).sum(-1)
-    assert metrics["policy/entropy"] == pytest.approx(float(entropy[mine].mean()), rel=1e-4)
-
-
 def test_entropy_bonus_follows_the_gradient_of_entropy(params: Any, rollout: Rollout) -> None:
     batch, totals = batch_of(rollout, 12, True)
     plain, _ = gradients(params, batch, totals)

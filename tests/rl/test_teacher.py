@@ -1,7 +1,6 @@
 """On-policy distillation: a teacher's log-probabilities become advantages of tokens."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,12 +9,9 @@ import numpy as np
 import pytest
 from helpers import micro_config, moments, stepping, stepping_to_compile
 
-from specrl_jax.checkpoint.checkpoints import Checkpoints
-from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
-from specrl_jax.model import layers
+from specrl_jax.config import Config, LearnerConfig, RewardConfig
 from specrl_jax.model.tiny import TINY
 from specrl_jax.rl import learner, losses, programs
-from specrl_jax.training.saving import restore
 
 NO_REWARD = RewardConfig(weights=(0.0,))
 
@@ -96,21 +92,3 @@ def test_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
     for _ in range(60):
         logits = logits - 0.5 * gradient(logits)
     assert float(kl(logits)) < 0.05 * before
-
-
-@pytest.mark.parametrize("field, fields", [
-    ("model.path", {"rl__kl": 0.1, "rl__teacher": ""}), ("rl.teacher", {})])
-def test_resume_beside_other_frozen_weights_is_refused(
-        field: str, fields: dict[str, Any], tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference of a KL and a teacher are read again; their files may have changed."""
-    config = config_of(**fields)
-    trainer = stepping_to_compile(config)
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, *trainer.saved())
-        again = stepping_to_compile(config)
-        assert restore(again.trainer, again.state, checkpoints)
-        monkeypatch.setattr(layers, "identity", lambda params: "other")
-        changed = stepping_to_compile(config)
-        with pytest.raises(ConfigError, match=f"{field} = .* its weights are not the ones"):
-            restore(changed.trainer, changed.state, checkpoints)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_cases import made_up
+from control_cases import made_up, record
 from helpers import (
     ask,
     counting,
@@ -223,6 +223,17 @@ def test_launch_records_add_up_to_the_counters(budget: Controlled, plain: Result
     assert launches.saved(result.trace, {4: 1.0, 2: 1.0}) == {}, "the controller predicts it"
 
 
+def test_saved_seconds_follow_from_plain_rounds() -> None:
+    """8 rows of which all live commit 24 tokens in 2 rounds: plainly 3 rounds. Then 4 rows of which
+    3 live commit 6 tokens in 1 round: plainly 2."""
+    trace = [record(0.5, 4, committed=24, row_rounds=16, rounds=2),
+             record(0.25, 2, committed=6, row_rounds=3, rounds=1)]
+    assert launches.saved(trace, {4: 1.0, 2: 0.5}) == {
+        "time/saved": pytest.approx(3 * 1.0 + 2 * 0.5 - 0.75)}
+    assert launches.saved(trace, {}) == launches.saved([], {4: 1.0}) == {}
+    assert launches.summary(trace) == {}
+
+
 def dear(budget: Controlled, batches: tuple[int, ...]) -> Any:
     """A state that knows nothing: drafts are free, and their verification too, but at `batches`
     it costs ten times as much as plain decoding."""
@@ -257,25 +268,3 @@ def test_jumping_loads_stall_and_compile_nothing(budget: Controlled, plain: Resu
             [row[:most] for row, most in zip(streams(plain), limit, strict=True)]] * jumps
     assert compiled == 0 and drafted == {2}
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
-
-
-@pytest.mark.ci
-def test_drafts_in_empty_slots_are_chosen_and_accepted(plain: Result) -> None:
-    """Two of eight rows run on, next to slots of rows that ended."""
-    limits = limits_of(TASK, (8,), smallest=8)
-    controller = registry.make(ControlConfig(policy="budget"), SPEC, limits)
-    engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24), batch=8,
-                         past=TASK.group, controller=controller, smallest=8)
-    engine.compile(PARAMS, knobs(0))
-    table, buckets = made_up(step=0.01, limits=limits), limits.buckets[8]
-    assert [b.packed for b in buckets[:3]] == [8, 8, 16]
-    prices = np.asarray([1.0, 1, *[10.0] * (len(buckets) - 2)], np.float32)
-    eight = Controlled(engine, controller.init(table.replace(
-        verify=prices[None, :, None] * np.ones_like(table.verify))))
-    limit = np.asarray([1] * 4 + [TASK.response] * 2 + [0] * (TASK.sequences - 6))
-    for _ in range(2):
-        found = run(eight, plain, 0.0, limit=limit)
-        assert streams(found)[:6] == [
-            row[:most] for row, most in zip(streams(plain)[:6], limit, strict=False)]
-    counters = found.counters
-    assert counters["accepted"] > counters["rounds"] and counters["packed"] == counters["slots"]
