@@ -9,7 +9,6 @@ import pytest
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import BINS, Acceptance
-from specrl_jax.rollout.calibration import judge
 from specrl_jax.structs import DraftTree, Frontier, Path, Verdict
 
 DEPTH = 3
@@ -24,14 +23,6 @@ def none(shards: int = 1) -> Acceptance:
     return seen(np.zeros(shape), np.zeros(shape))
 
 
-def test_before_anything_is_seen_the_guess_counts() -> None:
-    estimate = acceptance.table(acceptance.blank(1, DEPTH), none())
-    draft_prob = jnp.asarray([[0.02, 0.5, 0.4]])
-    survival = acceptance.survive(jnp.asarray(estimate), jnp.asarray([[0.5, 0.5, 0.5]]), draft_prob,
-                                  jnp.ones((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
-    np.testing.assert_allclose(np.asarray(survival)[0] / 0.5, draft_prob[0], atol=0.12)
-
-
 def test_table_follows_outcomes_and_keeps_their_order() -> None:
     rng = np.random.default_rng(0)
     tried = rng.integers(50, 400, (1, DEPTH, BINS))
@@ -42,14 +33,6 @@ def test_table_follows_outcomes_and_keeps_their_order() -> None:
     np.testing.assert_allclose(estimate, truth, atol=0.3)
     sure = acceptance.table(seen(tried * 1000, tried * 1000 * truth), none())
     np.testing.assert_allclose(sure, truth, atol=2e-3)
-
-
-def test_table_with_an_outlier_bin_stays_monotone() -> None:
-    tried = np.full((1, DEPTH, BINS), 1e6)
-    hit = tried * np.linspace(0.1, 0.9, BINS)
-    hit[..., 4] = 0.95 * 1e6
-    estimate = acceptance.table(seen(tried, hit), none())
-    assert (np.diff(estimate, axis=2) >= 0).all() and estimate[0, 0, 5] > 0.9
 
 
 def test_survival_is_closed_under_parent_and_siblings_share_it() -> None:
@@ -115,16 +98,3 @@ def test_outcomes_of_all_shards_join_and_old_ones_fade() -> None:
         np.ones((3, 1, 1, 2)), np.zeros((3, 1, 1, 2)))
     merged = acceptance.merge(known, new, 0.5)
     assert merged.tried.tolist() == [[[8.0, 8.0]]] and merged.hit.tolist() == [[[2.0, 2.0]]]
-
-
-def test_calibration_error_is_the_mean_gap() -> None:
-    tried, hit = np.zeros((1, 1, 1, BINS)), np.zeros((1, 1, 1, BINS))
-    tried[..., 3], hit[..., 3] = 30, 15
-    tried[..., 7], hit[..., 7] = 10, 9
-    estimate = np.zeros((1, 1, BINS))
-    estimate[..., 3], estimate[..., 7] = 0.4, 1.0
-    found = judge(seen(tried, hit), estimate)
-    assert found.tried[3] == 30 and found.accepted[3] == 0.5
-    assert found.accepted[7] == pytest.approx(0.9)
-    assert found.predicted[[3, 7]] == pytest.approx([0.4, 1.0])
-    assert found.error == pytest.approx((30 * 0.1 + 10 * 0.1) / 40)

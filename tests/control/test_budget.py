@@ -24,8 +24,7 @@ from control_cases import (
 from specrl_jax.control import budget, cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.budget import REPLAN, UNDECIDED, row_weights
-from specrl_jax.control.draft_yield import calibration_ratio
-from specrl_jax.control.protocol import Controller, Outcome
+from specrl_jax.control.protocol import Controller
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
 fill_small = alone(lambda tree, weight, price: budget.fill(tree, weight, jnp.float32(1), price,
@@ -109,19 +108,6 @@ def test_foresee_equals_brute_force(seed: int) -> None:
     assert steps == (int(np.argmax(best)) if max(best[1:]) > best[0] else 0)
 
 
-def test_keep_counts_no_token_beyond_the_limit() -> None:
-    """One draft a row costs 0.6 plain rounds, for which rounds of three bring 0.99 tokens. Where
-    rows have room for two tokens, another round would follow for the second."""
-    control = controller("budget")
-    state, seen = drive(control, start(wide=0.6), [{"accept": 0.95}] * 20)
-    assert seen[-1][:2] == (3, 2)
-    tree = chains(0.95 * np.ones((8, DEPTH)), steps=1)
-    prune = alone(lambda s, of: control.prune(s, control.plan(s, of), of, tree, BUCKETS[8])[1])
-    assert [int(prune(state, load(room=room))) for room in (9, 2)] == [0, 1]
-    for room in (2, [1, 3] * 4):
-        assert np.asarray(foreseen(state, load(room=room))[0]).max() == 2
-
-
 def test_budget_is_off_when_no_draft_survives() -> None:
     control = controller("budget")
     tree = chains(np.zeros((8, DEPTH)))
@@ -187,33 +173,6 @@ def test_jumping_load_does_not_switch_to_and_fro(
     assert (switches(seen) <= most) and (hysteresis > 0 or switches(seen) > 5)
 
 
-def test_load_that_jumps_and_stays_is_followed() -> None:
-    """One row drafts for next to nothing; to verify drafts of eight costs more than they give.
-
-    They are never verified then, and drafted for no longer than hysteresis allows.
-    """
-    control = controller("budget")
-    state = start(wide=1.2, step=0.02)
-    eight, one = {"accept": 0.8}, {"accept": 0.8, "live": np.arange(8) < 1}
-    state, _ = drive(control, state, [one] * 40)
-    _, seen = drive(control, state, ([eight] * 30 + [one] * 30) * 3)
-    steps, bucket = (np.asarray(a).reshape(3, 2, 30) for a in list(zip(*seen, strict=True))[:2])
-    assert not bucket[:, 0].any() and (bucket[:, 1] > 0).mean() > 0.95
-    assert (0.02 * steps[:, 0].sum(1) < 0.3).all()  # of a plain round, 0.25 of it hysteresis
-
-
-def test_switching_on_waits_until_it_pays_for_catch_up(no_looks: Any) -> None:
-    began = {}
-    for catch_up in (0.0, 0.5):
-        state = start(step=0.02, far=3.0, catch_up=catch_up)
-        state, _ = drive(no_looks, state, [{"accept": 0.9, "length": 190}] * 40)
-        assert int(state.drafting) == 0
-        state = jax.tree.map(np.asarray, state).replace(unread=np.float32(40))
-        _, seen = drive(no_looks, state, [{"accept": 0.9, "length": 10}] * 80)
-        began[catch_up] = [steps > 0 for steps, *_ in seen].index(True)
-    assert began[0.0] <= 3 < began[0.5]
-
-
 @pytest.mark.parametrize("catch_up, length, drafts", [
     (0.005, 10, True), (0.5, 10, False), (0.0, 190, False)])
 def test_rollout_begins_with_drafts_where_they_pay(
@@ -266,18 +225,6 @@ def test_drafter_that_becomes_good_is_noticed() -> None:
     assert seen[-1][0] > 1
 
 
-def test_looks_cost_their_share_of_rounds_and_no_more() -> None:
-    control, looks, explore = controller("budget"), {}, budget.EXPLORE
-    for valid_for in (1, REPLAN):
-        _, seen = drive(control, start(step=0.1005, catch_up=0.002), [{"accept": 0.0}] * 300,
-                        valid_for)
-        looks[valid_for] = [i for i, (steps, *_) in enumerate(seen[20:]) if steps > 0]
-    assert looks[1] == looks[REPLAN], "a plan that stands makes none of them late"
-    cost = 0.1005 + 0.002 * np.diff(looks[1])
-    assert (cost <= explore * np.diff(looks[1])).all()
-    assert len(cost) >= 280 // (3 + 0.1005 / (explore - 0.002)) - 1
-
-
 @pytest.mark.parametrize("accept", [0.0, 0.4, 0.7, 1.0])
 def test_budget_is_hardly_slower_than_best_constant_depth(accept: float) -> None:
     """Rows end one after another, over and over: many want no drafts where few want deep ones."""
@@ -308,33 +255,6 @@ def time_of(control: Any, state: Any, accept: float) -> float:
                 tokens[rows] += sum((verified[:rows] * accept ** np.arange(DEPTH + 1)).sum()
                                     for *_, verified in seen)
     return sum(rows * rounds * seconds[rows] / tokens[rows] for rows, rounds in phases.items())
-
-
-def test_yields_approach_what_drafts_give(no_looks: Any) -> None:
-    state, _ = drive(no_looks, start(wide=0.0, step=0.0), [{"accept": 0.8}] * 60)
-    mass = np.asarray(state.yields.mass).sum(1)
-    np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
-    assert 0.7 < float(calibration_ratio(state.yields)) < 1.3
-
-
-def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:
-    control, of = controller("budget"), load(live=np.arange(8) < 5)
-    state, _ = drive(control, start(catch_up=0.2, wide=3.0), [{"accept": 0.1}] * 30)
-    tree = chains(np.zeros((8, DEPTH)), live=np.zeros(8, bool))
-
-    @alone
-    def ran(state: Any, rounds: Any) -> Any:
-        plan = control.plan(state, of)
-        plan = plan.replace(spec=plan.spec.replace(depth=jnp.int32(0)))
-        return control.observe(state, plan, Outcome(of, tree, tree.live, jnp.int32(0),
-                                                    rounds * of.live, rounds))
-
-    at_once, one_by_one = ran(state, np.int32(7)), state
-    for _ in range(7):
-        one_by_one = ran(one_by_one, np.int32(1))
-    for name in ("spent", "idle", "unread", "yields"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
-                     getattr(at_once, name), getattr(one_by_one, name))
 
 
 def test_end_chunk_reports_what_the_rounds_were_to_cost() -> None:

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import BUCKETS, DEPTH, LIMITS, LONGEST, made_up, record
+from control_cases import BUCKETS, DEPTH, LIMITS, made_up, record
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import cost_file, cost_model
-from specrl_jax.control.buckets import Bucket, bucket_table
 from specrl_jax.control.cost_model import Point
 
 
@@ -56,13 +55,6 @@ def test_fit_never_falls_whatever_the_noise(seed: int) -> None:
     assert (table.catch_up >= 0).all() and (table.launch >= 0).all()
 
 
-def test_points_are_few_and_read_only_where_drafters_do() -> None:
-    assert [len(cost_model.points(LIMITS, rows, 2, True)) for rows in BUCKETS] == [9, 8, 3]
-    assert [len(cost_model.points(LIMITS, rows, 1, True)) for rows in BUCKETS] == [8, 7, 3]
-    assert not any(p.unread for p in points(reads=False))
-    assert {p.context for p in points()} == set(cost_model.contexts(LIMITS)) == {32, LONGEST}
-
-
 def launches(costs: cost_model.CostEstimate, times: np.ndarray, pace: float, seed: int,
              online: bool = True, many: int = 400) -> cost_model.CostEstimate:
     """The estimate after launches of 8 rows on a device whose buckets cost `times` as much."""
@@ -89,12 +81,6 @@ def test_learn_corrects_a_bucket_that_was_measured_wrong() -> None:
     assert math.exp(costs.pace) * found[0] == pytest.approx(2.0, rel=0.1)
 
 
-def test_learn_without_updates_changes_nothing() -> None:
-    before = cost_model.estimate(made_up(), LIMITS)
-    after = launches(before, np.ones(3), 2.0, seed=0, online=False, many=5)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
 def test_cost_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     table, file, key = made_up(far=0.3), tmp_path / "deep" / "cost.json", {"device": "x"}
     assert cost_file.load(file, key, table) is None
@@ -116,11 +102,3 @@ def test_broken_cost_file_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="control.cost_table = .*measure again") as error:
         cost_file.load(file, {}, made_up())
     assert "\n" not in str(error.value)
-
-
-def test_bucket_table_doubles_up_to_what_is_packed() -> None:
-    assert bucket_table(4, 5, 64) == (Bucket(4, 1), Bucket(8, 5), Bucket(16, 5), Bucket(20, 5))
-    assert bucket_table(64, 5, 64) == (Bucket(64, 1),)
-    assert bucket_table(1, 9, 64) == (Bucket(1, 1), Bucket(8, 8), Bucket(9, 9))
-    assert bucket_table(8, 5, 32, smallest=True) == (
-        Bucket(8, 1), Bucket(8, 5), Bucket(16, 5), Bucket(32, 5))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import LADDER, LIMITS, load, random_tree
+from control_cases import LADDER, load, random_tree
 
-from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
-from specrl_jax.control import fixed, registry
+from specrl_jax.config import ConfigError, ControlConfig
+from specrl_jax.control import fixed
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.protocol import Plan, make_spec, prune_within
 from specrl_jax.structs import DraftTree, SpecConfig
@@ -63,20 +63,6 @@ def test_fixed_drops_unlikely_nodes() -> None:
     live, _ = controller.prune(spec, Plan(spec, jnp.int32(1)), load(4), tree, LADDER)
     np.testing.assert_array_equal(live, tree.live & (tree.survival >= 0.4))
     assert 0 < live.sum() < tree.live.sum()
-
-
-def test_fixed_plans_its_state() -> None:
-    controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
-        depth=3, branch=2, nodes=6, budget=11), LIMITS)
-    spec = controller.plan(controller.init(None), load()).spec
-    assert [int(x) for x in (spec.depth, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
-    assert int(controller.plan(make_spec(1, 1, 2, 0), load()).spec.depth) == 1
-
-
-@pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
-def test_off_by_either_name_drafts_nothing(control: str, drafter: str) -> None:
-    controller = registry.make(ControlConfig(policy=control), SpecOptions(drafter=drafter), LIMITS)
-    assert int(controller.plan(controller.init(None), load()).spec.depth) == 0
 
 
 @pytest.mark.parametrize("changes,name", [

@@ -23,8 +23,7 @@ from control_cases import (
 )
 
 from specrl_jax.checkpoint.checkpoints import Checkpoints
-from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
-from specrl_jax.control import registry, respec
+from specrl_jax.control import respec
 
 SETTINGS = respec.settings_of((), LIMITS)
 TOKENS = (1.5, 1.9, 2.2)  # of each setting, a row and round
@@ -51,14 +50,6 @@ def test_state_survives_a_checkpoint_bit_for_bit(policy: str, tmp_path: Path) ->
                      for s in (host, arrays["control"]))
     for a, b in zip(*map(jax.tree.leaves, (first[0], second[0])), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("policy", NEED_COSTS)
-@pytest.mark.parametrize("costs", [None, made_up()])
-def test_state_never_changes_its_shapes(policy: str, costs: Any) -> None:
-    like = controller(policy).init(costs)
-    for a, b in zip(*map(jax.tree.leaves, (like, used(policy))), strict=True):
-        assert np.shape(a) == np.shape(b) and np.asarray(a).dtype == np.asarray(b).dtype
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed", *NEED_COSTS])
@@ -113,29 +104,3 @@ def test_respec_takes_the_best_setting_for_its_rows() -> None:
     assert int(plan(state, load()).spec.depth) == SETTINGS[int(np.argmax(gain))][0]
     assert int(plan(profiled(made_up(wide=3.0, step=0.5)), load()).spec.depth) == 0
     assert int(plan(state, load(64)).spec.depth) == 0
-
-
-def test_respec_prices_few_rows_by_a_bucket_that_holds_them() -> None:
-    """Drafts of one of 8 rows are as many tokens as plain decoding packs, but it packs roots."""
-    costs = respec.RoundCosts(np.float32([1, 1.5, 2]), np.zeros(5, np.float32), np.float32(0))
-    found = respec.speedups([(1, 1, 2), (4, 1, 5)], np.asarray([1.2, 1.8]),
-                            jax.tree.map(jax.numpy.asarray, costs), BUCKETS[8],
-                            jax.numpy.float32(1))
-    np.testing.assert_allclose(found, [0.8, 1.2], rtol=1e-6)
-
-
-def test_respec_ignores_launches_that_did_not_draft() -> None:
-    control = controller("respec")
-    assert int(alone(control.plan)(control.init(None), load(64)).spec.depth) == 0  # one bucket
-    state, _ = control.end_chunk(control.init(None), record(committed=9, row_rounds=8))
-    assert int(state.setting) == 0
-
-
-def test_settings_are_a_range_or_as_named() -> None:
-    assert SETTINGS == [(1, 1, 2), (2, 1, 3), (4, 1, 5)]
-    trees = LIMITS._replace(depth=3, branch=2)
-    assert respec.settings_of((), trees) == [(1, 1, 2), (2, 1, 3), (3, 1, 4), (1, 2, 3), (2, 2, 5),
-                                             (3, 2, 5)]
-    assert respec.settings_of(("2x1x3",), LIMITS) == [(2, 1, 3)]
-    with pytest.raises(ConfigError, match="control.settings = '9x1x5'"):
-        registry.make(ControlConfig(policy="respec", settings=("9x1x5",)), SpecOptions(), LIMITS)

@@ -42,9 +42,8 @@ from specrl_jax.config import Config, ConfigError, MeshConfig
 from specrl_jax.control.protocol import Plan, make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.draft_model import draft_model
-from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.tree import map_nodes
-from specrl_jax.model import tiny, transformer, weights
+from specrl_jax.model import tiny, transformer
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import DraftTree
 from specrl_jax.verify.truncation import threshold
@@ -206,26 +205,6 @@ def make(config: Config, **actor: Any) -> registry.DrafterSet:
     return registry.make(config, arch, (), 2, lambda text: None, **actor)
 
 
-def test_config_makes_a_small_model() -> None:
-    made = make(config())
-    assert made.drafter.names == ("draft_model",) and made.drafter.taps == ()
-    assert made.weights[0]["embed"].shape == (512, 64)
-    parts = ("draft_model", "history")
-    merged = make(config(draft__parts=parts, spec__drafter="merge"))
-    assert merged.drafter.names == parts and merged.weights[0].keys() == made.weights[0].keys()
-
-
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafter_state_has_the_models_dtype(drafter: str, dtype: str) -> None:
-    made = make(config(model__dtype=dtype, spec__drafter=drafter))
-    state = made.drafter.init(RolloutInfo(
-        prompt=np.zeros((1, 4), np.int32), prompt_length=np.ones(1, np.int32),
-        past=np.zeros((1, 0, 8), np.int32), batch=2, group=2, buffer=8, cache=16))
-    real = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.dtype.kind not in "iu"}
-    assert real == {jnp.dtype(dtype)}
-
-
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
 def test_draft_temperature_reaches_the_drafter(drafter: str) -> None:
     made = make(config(draft__temperature=0.5, spec__drafter=drafter))
@@ -255,10 +234,6 @@ def other_tokenizer() -> Any:
 DRAWN = {"spec__rule": "rejection_drawn"}
 
 
-def test_rule_that_asks_what_was_drawn_has_it_drawn() -> None:
-    assert make(config(**DRAWN), drawn=True).drafter.propose.args[0].drawn
-
-
 @pytest.mark.parametrize("fields, actor, words", [
     ({"draft__model": ""}, {}, "draft.model = ''"),
     ({"draft__model": "random:large"}, {}, "draft.model = 'random:large'.*tiny"),
@@ -273,11 +248,3 @@ def test_model_or_option_that_cannot_draft_is_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         make(config(**fields), **actor)
     assert "\n" not in str(caught.value)
-
-
-def test_model_with_too_few_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = weights.describe_source("random:tiny")
-    short = dataclasses.replace(found, arch=dataclasses.replace(tiny.TINY, max_position=80))
-    monkeypatch.setattr(weights, "describe_source", lambda *place, **options: short)
-    with pytest.raises(ConfigError, match="draft.model = .*80 positions, .* = 88"):
-        make(config())

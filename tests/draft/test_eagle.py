@@ -1,6 +1,5 @@
 """The EAGLE drafter against a full recompute."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,26 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eagle_slots import (
-    ACTOR_PARAMS,
-    ARCH,
-    BRANCH,
     NODES,
     ROWS,
     TEMPERATURE,
-    VOCAB,
-    P,
     Slots,
-    V,
     check_nodes,
     path_to,
     recomputed,
 )
 
-from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft import eagle_model
-from specrl_jax.draft.eagle import eagle
-from specrl_jax.draft.protocol import RolloutInfo
 
 OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("top", "sampled")]
 
@@ -71,16 +60,6 @@ def test_catching_up_late_changes_nothing(between: Any) -> None:
     np.testing.assert_allclose(one.survival, other.survival, atol=1e-4)
 
 
-def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
-    slots = Slots()
-    before = jax.tree.map(np.asarray, slots.state)
-    tree = slots.draft(make_spec(0, BRANCH, NODES, 0))
-    assert not tree.live[:, 1:].any()
-    slots.live[:] = False
-    slots.draft()
-    jax.tree.map(np.testing.assert_array_equal, before, slots.state)
-
-
 @pytest.mark.ci
 def test_smaller_tree_holds_the_likeliest_nodes() -> None:
     large, small = Slots(seed=8), Slots(seed=8, nodes=5)
@@ -90,14 +69,6 @@ def test_smaller_tree_holds_the_likeliest_nodes() -> None:
         wanted = sorted(map(tuple, (path_to(whole, b, n) for n in order)))
         assert sorted(tuple(path_to(part, b, n)) for n in range(5)) == wanted
         assert part.live[b].all()
-
-
-def test_survival_is_what_the_callback_makes_of_the_guess() -> None:
-    tree = Slots(seed=9).draft()
-    for b, n in np.argwhere(tree.live[:, 1:]) + [0, 1]:
-        doubt = 0.1 * tree.draft_prob[b, n] * (tree.depth[b, n] > 1)
-        want = tree.survival[b, tree.parent[b, n]] * (0.5 - doubt)
-        np.testing.assert_allclose(tree.survival[b, n], want, rtol=1e-5)
 
 
 def test_guesses_are_probabilities_that_fall_with_the_gap() -> None:
@@ -140,23 +111,6 @@ def test_garbage_changes_no_bit() -> None:
         cache=state.cache.replace(kv=[(jnp.where(unread[:, None, None], 1e4, k),
                                        jnp.where(unread[:, None, :, None], -1e4, v))]))
     jax.tree.map(np.testing.assert_array_equal, clean_tree, dirty.draft())
-
-
-def test_rows_without_finite_logits_propose_nothing() -> None:
-    slots, whole = Slots(seed=12), Slots(seed=12).draft()
-    last = int(slots.context[1]) - 1
-    slots.state = slots.state.replace(features=slots.state.features.at[1, last].set(jnp.inf))
-    tree = slots.draft()
-    assert not tree.live[1, 1:].any() and tree.live[1, 0]
-    for b in (0, 2, 3):
-        np.testing.assert_array_equal(tree.tokens[b], whole.tokens[b])
-    slots.context[1] = slots.born[1]
-    slots.fill(source=[-1, 1, -1, -1])  # what was cached does not spoil the slot
-    np.testing.assert_array_equal(slots.draft().tokens, whole.tokens)
-    broken = jax.tree.map(lambda a: a * jnp.nan, slots.params.weights)
-    slots.params = slots.params.replace(weights=broken)
-    slots.commit([1, 1, 1, 1])
-    assert not slots.draft().live[:, 1:].any()
 
 
 def test_scores_that_are_not_finite_are_named_at_any_depth() -> None:
@@ -224,39 +178,3 @@ def test_rows_move_with_the_batch() -> None:
     assert moved.features.shape[0] == 2
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, np.asarray(old)[[3, 1]]),
                  moved, slots.state)
-
-
-def test_the_state_of_a_pod_takes_no_memory_on_the_host() -> None:
-    prompts = np.zeros((8, P), np.int32)
-    state = eagle(ARCH, 1, 1, 2).init(RolloutInfo(
-        prompt=prompts, prompt_length=np.full(8, P), past=prompts[:, None], batch=2**16, group=1,
-        buffer=2**16, cache=2**17))
-    assert state.features.nbytes > 2**36 and state.features.strides == (0, 0, 0)
-
-
-@pytest.mark.parametrize("own_head,draft_vocab", [(True, 16), (False, 16), (False, 0)])
-def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None:
-    arch = dataclasses.replace(ARCH, own_head=own_head, draft_vocab=draft_vocab)
-    vocab = VOCAB if draft_vocab else np.arange(V, dtype=np.int32)
-    drafter = eagle(arch, 1, 1, 2)
-    actor = jax.tree.map(lambda a: a.astype(jnp.bfloat16), ACTOR_PARAMS)
-    own = {"weights": eagle_model.initialize(arch, 0), "vocab": vocab}
-    bound = drafter.bind(actor, own)
-    assert bound.embed is actor["embed"]
-    assert {a.dtype for a in jax.tree.leaves(bound.weights)} == {jnp.dtype(jnp.bfloat16)}
-    np.testing.assert_array_equal(bound.vocab, vocab)
-    if own_head:
-        assert bound.head is None
-    elif draft_vocab:
-        np.testing.assert_array_equal(bound.head, actor["embed"][VOCAB])
-    else:
-        assert bound.head is actor["embed"]
-
-
-@pytest.mark.parametrize("changes,message", [
-    ({"children": "best"}, "draft.children = 'best': choose one of perturbed, top, sampled"),
-    ({"depth": 0}, "spec.max_depth = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
-    ({"branch": 17}, "spec.max_branch = 17: .*16")])
-def test_eagle_of_impossible_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        eagle(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))

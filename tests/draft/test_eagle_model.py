@@ -12,9 +12,8 @@ from helpers import tiny_arch, tiny_params
 
 from specrl_jax.config import ConfigError
 from specrl_jax.draft import eagle_model
-from specrl_jax.draft.eagle_model import EagleArch, choose_vocab, default_taps, describe, initialize
+from specrl_jax.draft.eagle_model import EagleArch, choose_vocab, initialize
 from specrl_jax.model import transformer
-from specrl_jax.model.architecture import RopeScaling, is_param
 
 ACTOR = tiny_arch(vocab_size=20, hidden_size=8, num_layers=4, rope_theta=100.0)
 ARCH = EagleArch(ACTOR, draft_vocab=12)
@@ -131,17 +130,6 @@ def test_every_parameter_learns_and_padding_gives_no_gradient(inputs: dict[str, 
     assert np.isfinite(by_feature).all()
 
 
-@pytest.mark.parametrize("own_head", [True, False])
-def test_initialised_shapes_are_the_described_ones(own_head: bool) -> None:
-    arch = dataclasses.replace(ARCH, own_head=own_head)
-    shapes = jax.tree.map(lambda p: p.shape, describe(arch), is_leaf=is_param)
-    assert jax.tree.map(np.shape, initialize(arch, 0)) == shapes
-    assert ("head" in shapes) == own_head
-    assert shapes["fc"] == (8, 3 * 8) and shapes["qkv"] == (2, 4, 4, 16)
-    assert not np.array_equal(initialize(arch, 0)["fc"], initialize(arch, 1)["fc"])
-    np.testing.assert_array_equal(initialize(arch, 0)["fc"], initialize(arch, 0)["fc"])
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_of_the_actors_rows_are_those_of_the_actor(tied: bool) -> None:
     actor = dataclasses.replace(ACTOR, tied=tied)
@@ -153,25 +141,6 @@ def test_logits_of_the_actors_rows_are_those_of_the_actor(tied: bool) -> None:
     got = eagle_model.logits(arch, own, head, hidden)
     normed = transformer.rms_norm(hidden, own["final_norm"], actor.norm_eps)
     np.testing.assert_allclose(got, transformer.logits(actor, params, normed)[vocab], atol=1e-6)
-
-
-def test_sizes_default_to_the_actors() -> None:
-    arch = EagleArch(ACTOR)
-    layer = arch.layer
-    assert (arch.draft_vocab, layer.num_heads, layer.head_dim, layer.intermediate_size) == (
-        20, 4, 4, 24)
-    scaled = dataclasses.replace(ACTOR, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
-    assert EagleArch(scaled).layer.rope_scaling == scaled.rope_scaling
-    assert EagleArch(scaled, like=ACTOR).layer.rope_scaling is None
-    biased = dataclasses.replace(ACTOR, qkv_bias=True, qk_norm=True)
-    assert not EagleArch(biased).layer.qkv_bias and not EagleArch(biased).layer.qk_norm
-
-
-@pytest.mark.parametrize("layers,taps", [(30, (1, 14, 26)), (7, (1, 2, 3)), (6, (0, 2, 5)),
-                                         (3, (0, 1, 2)), (2, (0, 1)), (1, (0,))])
-def test_taps_are_a_low_a_middle_and_a_high_layer(layers: int, taps: tuple[int, ...]) -> None:
-    assert default_taps(layers) == taps
-    EagleArch(tiny_arch(num_layers=layers))
 
 
 @pytest.mark.parametrize("changes,message", [

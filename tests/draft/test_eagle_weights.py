@@ -91,45 +91,23 @@ def test_head_of_another_trainer_is_read(folder: Path) -> None:
     assert found["weights"]["fc"].dtype == np.float32
 
 
-def test_other_name_of_the_same_class_is_read(folder: Path) -> None:
-    rewrite(folder, {"architectures": ["Eagle3LlamaForCausalLM"]})
-    assert eagle_weights.load(folder, ACTOR).arch == ARCH
-
-
-def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
-    _, _, warnings, _ = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
-    assert [w.split("stop token ")[1].split()[0] for w in warnings[:-1]] == ["4", "7"]
-    assert "does not name the tokenizer" in warnings[-1]
-
-
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize("config, tensors, words", [
     ({"hidden_size": 32, "head_dim": 4}, {}, "hidden_size = 32.*16"),
-    ({"target_hidden_size": 8}, {}, "target_hidden_size = 8.*16"),
     ({"vocab_size": 30}, {}, "vocab_size = 30.*24"),
-    ({"draft_vocab_size": 25}, {}, "draft_vocab_size = 25"),
-    ({"eagle_config": {LAYERS: ["1", "3", "4"]}}, {}, "layer_ids = .*list of layers"),
-    ({"eagle_config": {LAYERS: 3}}, {}, "layer_ids = 3.*list"),
     ({"eagle_config": {LAYERS: [1, 3, 99]}}, {}, "taps = .*99"),
-    ({"eagle_config": [1, 3, 4]}, {}, "eagle_config = .*object"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state = False.*head"),
     ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "architectures = .*EagleLlamaForCausalLM"),
-    ({"architectures": [["LlamaForCausalLMEagle3"]]}, {}, "architectures = "),
     ({"norm_before_residual": True}, {}, "norm_before_residual"),
-    ({"num_hidden_layers": 2}, {}, "num_hidden_layers = 2"),
     ({"specrl_jax": {"tokenizer": 3}}, {}, "specrl_jax = .*tokenizer.*remove"),
     ({}, {"fc__weight": np.zeros((16, 80), np.float32)}, "fc.weight = 80.*48"),
-    ({}, {"fc__weight": np.zeros(())}, "fc.weight = 0"),
     ({}, {"d2t": np.zeros(10, np.float32)}, "d2t .*F32.*I64"),
-    ({}, {"norm__weight": np.ones(16, np.int8)}, "I8.*F32"),
     ({}, {"norm__weight": None}, "norm.weight is missing"),
     ({}, {"midlayer__bias": np.zeros(1)}, "midlayer.bias"),
     ({}, {"lm_head__weight": np.zeros((9, 16))}, r"lm_head.weight .*\(9, 16"),
-    ({}, {"d2t": None}, "d2t"),
     ({}, {"d2t": np.zeros(10, np.int64) - np.arange(10)}, "d2t.*ascending"),
-    ({}, {"d2t": np.full(10, 15)}, r"d2t.*0\.\.23"),
     ({}, {"t2d": np.ones(24, bool)}, "t2d.*disagree")])
 def test_head_that_does_not_fit_is_refused(
         folder: Path, config: dict[str, Any], tensors: dict[str, Any], words: str) -> None:

@@ -53,13 +53,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         warnings_of(head)
 
 
-def test_tokenizers_are_told_apart_by_their_tokens() -> None:
-    other = byte_tokenizer()
-    assert other.identity == TOKENIZER.identity
-    other.backend.add_special_tokens(["<other>"])
-    assert other.identity != TOKENIZER.identity
-
-
 @pytest.mark.parametrize("parts", [(), ("eagle", "history")])
 def test_head_of_another_actor_is_reported_in_one_line(
         tmp_path: Path, parts: tuple[str, ...]) -> None:

@@ -124,21 +124,6 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
         np.testing.assert_allclose(np.asarray(tree.survival)[first], each)
 
 
-def test_history_of_depth_1_grows_its_first_tokens() -> None:
-    drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
-    corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
-    tree, _ = jax.jit(drafter.propose, static_argnums=0)((), corpus.state, DraftRequest(
-        corpus.frontier, None, make_spec(1, BRANCH, 3, 0), believed))
-    assert tree.live.tolist() == [[True] * 3] and tree.parent.tolist() == [[0] * 3]
-    assert sorted(np.asarray(tree.tokens)[0, 1:].tolist()) == [5, 6]
-
-
-def test_dead_rows_get_no_nodes() -> None:
-    corpus = Corpus([[9], [9]], [[1, 2, 1], [1, 2, 1]])
-    tree = corpus.tree(frontier=corpus.frontier.replace(live=jnp.asarray([True, False])))
-    assert np.asarray(tree.live).any(1).tolist() == [True, False]
-
-
 def test_observed_tokens_are_drafted_from() -> None:
     corpus = Corpus([[9]], [[1, 2]])
     assert corpus.chains() == []
@@ -152,8 +137,3 @@ def test_observed_tokens_are_drafted_from() -> None:
     corpus.frontier = corpus.frontier.replace(generated=jnp.asarray([5]), root=jnp.asarray([2]))
     assert corpus.chains()[0] == [3, 1, 2]
     assert 77 not in np.asarray(corpus.state.current)
-
-
-def test_too_few_nodes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_nodes = 6.*7"):
-        history(depth=3, branch=2, nodes=6, match=4, group=1)

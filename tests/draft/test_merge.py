@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import with_fields
 
-from specrl_jax.config import Config, ConfigError
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft import registry
-from specrl_jax.draft.merge import graft, likeliest, merge
-from specrl_jax.draft.off import off
+from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter, DraftRequest
 from specrl_jax.draft.tree import roots
-from specrl_jax.model.tiny import TINY
 from specrl_jax.structs import DraftTree, Frontier
 
 ROOT = 7
@@ -125,39 +120,3 @@ def _union(trees: list[list[Node]]) -> dict[tuple[int, ...], float]:
         if len(path) > 1:
             union[path[:-1]] = max(union[path[:-1]], union[path])
     return union
-
-
-def test_pruning_pads_and_keeps_the_root_of_a_dead_row() -> None:
-    tree = roots(jnp.asarray([3, 4]), jnp.asarray([False, True]), 2)
-    small = likeliest(tree, 4, 3)
-    assert small.live.tolist() == [[False] * 4, [True, False, False, False]]
-    assert small.tokens[:, 0].tolist() == [3, 4]
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_merged_tree_is_broken_where_a_part_is(first: bool) -> None:
-    rows: list[list[Node]] = [[(0, 1, 0.5)], [(0, 2, 0.5)]]
-    sound = tree_of(rows, 3)
-    broken = sound.replace(broken=jnp.asarray([True, False]))
-    merged = likeliest(graft(*((broken, sound) if first else (sound, broken)), 2), 4, 2)
-    assert merged.broken.tolist() == [True, False] and merged.live.sum() == 4
-
-
-def test_merge_of_two_readers_of_the_actor_is_refused() -> None:
-    parts = [drafter([[]], 3, i, taps=(1,)) for i in range(2)]
-    with pytest.raises(ConfigError, match="only one"):
-        merge(parts, 4)
-
-
-def deep(context: registry.DrafterContext) -> registry.DrafterPart:
-    return registry.DrafterPart("deep", off()._replace(depth=9))
-
-
-DEEP = f"{__name__}:deep"
-
-
-@pytest.mark.parametrize("drafter", [DEEP, "merge"])
-def test_drafter_deeper_than_the_shapes_is_refused(drafter: str) -> None:
-    config = with_fields(Config(), spec__drafter=drafter, draft__parts=("history", DEEP))
-    with pytest.raises(ConfigError, match="spec.max_depth = 4: drafter deep drafts up to 9 tokens"):
-        registry.make(config, TINY, (), 2, print)

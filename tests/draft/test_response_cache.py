@@ -41,17 +41,6 @@ def test_add_keeps_the_last_of_each_prompt() -> None:
     assert first_tokens(cache, [0, 1], 3) == [[4, 2, -1], [6, 5, -1]]
 
 
-def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
-    cache = with_rows(blank(2, 1), *[(0, [i]) for i in range(5)])
-    assert first_tokens(cache, [0], 4) == [[4, 3, -1, -1]]
-
-
-def test_capacity_keeps_the_byte_bound() -> None:
-    assert capacity(62, 10**9, 8, 1) == 2**20 // 256
-    assert capacity(16, 10, 8) == 160
-    assert capacity(16, 10, 8, 0) == 1
-
-
 @pytest.mark.parametrize("group", [2, 4, 32])
 def test_prompt_of_the_next_epoch_finds_its_past(group: int) -> None:
     examples, most = 16, 4

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specrl_jax.config import Config, ConfigError, LearnerConfig, RLConfig, RolloutConfig, build
-from specrl_jax.rl.batch import Layout, first_fit, layout_of, make_batch, part_of
+from specrl_jax.config import Config, ConfigError, build
+from specrl_jax.rl.batch import Layout, make_batch
 from specrl_jax.structs import Rollout
 
 PROMPT, RESPONSE, GROUP = 6, 10, 2
@@ -59,61 +59,6 @@ def context(batch, row, column) -> list[int]:
     return batch.tokens[row][seen][np.argsort(position[seen])].tolist()
 
 
-def test_rows_follow_tokens_and_shapes_follow_limits() -> None:
-    rollout, layout = made_up(40), Layout(1, GROUP, 90)
-    ones = np.ones(80, np.float32)
-    short = rollout.replace(length=rollout.length // 5)
-    (long, many), (brief, few) = (make_batch(r, ones, 1.0, layout, False)
-                                  for r in (rollout, short))
-    assert many.micro_batches > 2 * few.micro_batches
-    for a, b in zip(vars(long).values(), vars(brief).values(), strict=True):
-        assert a.shape == b.shape
-    tokens = rollout.length.sum() + rollout.prompt_length[::GROUP].sum()
-    assert tokens > 0.9 * 90 * (many.micro_batches - 1)  # the last row is not full
-    assert many.micro_batches <= len(long.tokens) == -(-40 // (90 // (PROMPT + 2 * RESPONSE)))
-
-
-def test_idle_groups_are_left_out_unless_all_are_kept() -> None:
-    rollout = made_up()
-    advantage = np.zeros(14, np.float32)
-    for useful, keep_all, want in ((3, False, 1), (None, False, 1), (3, True, 7)):
-        if useful is not None:
-            advantage[useful * GROUP] = 1
-        batch, _ = make_batch(rollout, advantage, 1.0, Layout(1, GROUP, 200), keep_all)
-        assert (batch.position == 0).sum(where=batch.segment >= 0) == want
-        advantage[:] = 0
-
-
-def test_first_fit_needs_no_more_rows_than_full_items() -> None:
-    rng, full, fit = np.random.default_rng(0), np.asarray([9, 4]), 3
-    for _ in range(20):
-        sizes = rng.integers(1, full + 1, (50, 2))
-        rows = first_fit(sizes, full * fit)
-        assert sorted(sum(rows, [])) == list(range(50)) and len(rows) <= -(-50 // fit)
-        assert all((sizes[row].sum(0) <= full * fit).all() for row in rows)
-
-
-def test_parts_are_disjoint_and_in_canonical_order() -> None:
-    rollout = made_up(6)
-    parts = [part_of(rollout, i, 3) for i in range(3)]
-    for name, whole in vars(rollout).items():
-        if isinstance(whole, np.ndarray):
-            np.testing.assert_array_equal(
-                np.concatenate([getattr(part, name) for part in parts]), whole)
-
-
-def config(**learner) -> Config:
-    return Config(prompts_per_step=4, group_size=GROUP, learner=LearnerConfig(**learner),
-                  rollout=RolloutConfig(max_prompt_tokens=PROMPT, max_new_tokens=RESPONSE))
-
-
-def test_layout_is_that_of_the_config() -> None:
-    assert layout_of(config(micro_batch=4)) == Layout(2, GROUP)
-    assert layout_of(config(micro_batch=8, tokens_per_row=60)) == Layout(2, GROUP, 60)
-    assert layout_of(config(micro_batch=8, tokens_per_row=33, packing="sequence")) == Layout(
-        4, 1, 33)
-
-
 @pytest.mark.parametrize("values, line", [
     ({"learner": {"tokens_per_row": 25, "micro_batch": 4}},
      "learner.tokens_per_row = 25: must hold 26: a prompt with 2 responses of full length"),
@@ -129,7 +74,3 @@ def test_values_that_cannot_work_are_refused(values: dict, line: str) -> None:
     with pytest.raises(ConfigError) as error:
         build(Config, {"prompts_per_step": 4, "group_size": GROUP, "rollout": sizes} | values)
     assert str(error.value).startswith(line)
-
-
-def test_one_minibatch_is_the_default() -> None:
-    assert RLConfig().minibatches == 1

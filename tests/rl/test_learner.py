@@ -23,7 +23,7 @@ from helpers import (
 from specrl_jax import sharding
 from specrl_jax.config import Config, LearnerConfig, ModelSource, RLConfig, RolloutConfig
 from specrl_jax.model.transformer import forward
-from specrl_jax.rl import learner, losses, programs
+from specrl_jax.rl import learner, programs
 from specrl_jax.rl.batch import Batch, Layout, Totals, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import B1
@@ -152,13 +152,6 @@ def test_the_gradient_is_that_of_the_policy_gradient(
     assert_close(gradients(params, *batch_of(rollout, 4, k=k))[0], want, 2e-5)
 
 
-def test_all_advantages_zero_still_runs(params: Any, rollout: Rollout) -> None:
-    batch, totals = batch_of(rollout, 4, advantage=np.zeros(12, np.float32))
-    new, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
-    assert metrics["applied"] == 1 and metrics["grad_norm"] == 0
-    jax.tree.map(np.testing.assert_array_equal, new.params, params)
-
-
 @pytest.mark.parametrize("where", ["advantage", "params"])
 def test_what_is_not_finite_leaves_the_state_as_it_was(
         params: Any, rollout: Rollout, where: str) -> None:
@@ -186,35 +179,6 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
     off = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(0.25))
     _, metrics = update(CONFIG)(state_of(params), off, totals, None, None)
     assert metrics["logprob_gap"] == pytest.approx(0.25, abs=1e-3)
-
-
-def shifted(batch: Batch) -> Batch:
-    """The rollout's log-probabilities of micro-batch i lowered by i + 1."""
-    by = np.arange(1, len(batch.length) + 1, dtype=np.float32).reshape(-1, 1, 1)
-    return batch.replace(rollout_logprob=batch.rollout_logprob - by)
-
-
-@pytest.mark.parametrize("keep_all", [True, False])
-def test_the_gap_says_how_many_tokens_it_covers(
-        params: Any, rollout: Rollout, keep_all: bool) -> None:
-    batch, totals = batch_of(rollout, 3, keep_all)
-    _, metrics = update(CONFIG)(state_of(params), shifted(batch), totals, None, None)
-    tokens = batch.length.sum((1, 2))[: int(totals.micro_batches)]
-    assert len(tokens) > 1 and metrics["logprob_gap_tokens"] == tokens.sum()
-    assert (tokens.sum() == rollout.length.sum()) == keep_all
-    mean = (tokens * np.arange(1, len(tokens) + 1)).sum() / tokens.sum()
-    assert metrics["logprob_gap"] == pytest.approx(mean, abs=1e-3)
-    assert metrics["logprob_gap_max"] == pytest.approx(len(tokens), abs=1e-3)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_the_gap_of_the_first_micro_batch_alone(
-        params: Any, rollout: Rollout, k: int) -> None:
-    batch, _ = batch_of(rollout, 2, True, k)
-    gap = jax.jit(functools.partial(learner.first_gap, ARCH, CONFIG))(params, shifted(batch))
-    assert gap["logprob_gap_tokens"] == batch.length[0].sum() < rollout.length.sum()
-    assert gap["logprob_gap"] == pytest.approx(1, abs=1e-3)
-    assert gap["logprob_gap_max"] == pytest.approx(1, abs=1e-3)
 
 
 def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
@@ -249,30 +213,6 @@ def test_policy_without_signal_stays_at_its_reference(
     new, metrics = update(config)(state_of(params, config), batch, totals, None, same)
     assert metrics["grad_norm"] == metrics["kl/reference"] == 0 and metrics["applied"] == 1
     jax.tree.map(np.testing.assert_array_equal, new.params, params)
-
-
-def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:
-    batch, totals = batch_of(rollout, 12, True)
-    _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
-    whole, ends, mine = sequences(rollout)
-    logp = jax.nn.log_softmax(forward(ARCH, params, whole, jnp.asarray(ends)) / 0.8)
-    entropy = -(jnp.exp(logp) * logp).sum(-1)
-    assert metrics["policy/entropy"] == pytest.approx(float(entropy[mine].mean()), rel=1e-4)
-
-
-def test_registered_loss_and_correction_are_used(params: Any, rollout: Rollout) -> None:
-    batch, totals = batch_of(rollout, 12, True)
-    lower = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(5))  # ratio over 2
-    plain, _ = gradients(params, batch, totals)
-    doubled, _ = gradients(params, lower, totals, config_of(correction="truncated"))
-    assert_close(doubled, jax.tree.map(lambda g: 2 * g, plain), 1e-4)
-    own, _ = gradients(params, batch, totals, config_of(loss=f"{__name__}:tripled"))
-    assert_close(own, jax.tree.map(lambda g: 3 * g, plain), 1e-4)
-
-
-def tripled(**arguments: Any) -> Any:
-    terms, clipped = losses.ppo_clip(**arguments)
-    return 3 * terms, clipped
 
 
 def test_entropy_bonus_follows_the_gradient_of_entropy(params: Any, rollout: Rollout) -> None:

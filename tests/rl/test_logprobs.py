@@ -55,17 +55,6 @@ def test_scores_beyond_the_count_are_zero_without_gradient() -> None:
     assert by_hidden[:, :12].any(0).all() and not by_hidden[:, 12:].any()
 
 
-def test_scores_of_bfloat16_round_products_only() -> None:
-    args = inputs(jnp.bfloat16)
-    found = token_logprobs(*args, jnp.int32(N), chunk=8)
-    for a, b in zip(found, whole(*args), strict=True):
-        assert a.dtype == jnp.float32
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    by_head, by_hidden = jax.grad(objective(lambda *args: token_logprobs(
-        *args, jnp.int32(N), chunk=8), np.ones((2, 1))), (0, 1))(*args)
-    assert (by_head.dtype, by_hidden.dtype) == (jnp.float32, jnp.bfloat16)
-
-
 def test_scores_and_gradients_hold_no_whole_logits() -> None:
     head, hidden, tokens, temperature = inputs()
 

@@ -99,18 +99,6 @@ def slopes_of(loss, advantage, mask, logprob, old, **bounds):
     return terms, clipped, slopes
 
 
-@pytest.mark.parametrize("bound", ["clip_low", "clip_high"])
-@pytest.mark.parametrize("loss", pl.LOSSES.names())
-def test_losses_read_the_bounds_that_the_config_says(loss, bound):
-    other, *readers = RLConfig.__dataclass_fields__[bound].metadata["read_with"]
-
-    def slopes(value):  # ratios 1/10 and 2
-        return [float(slopes_of(loss, advantage, [True], log([p]), log([0.1]), **{bound: value}
-                                )[2][0]) for advantage in (1.0, -1.0) for p in (0.01, 0.2)]
-
-    assert other == "loss" and (loss in readers) == (slopes(0.1) != slopes(3.0))
-
-
 def test_gspo_by_hand():
     # Two tokens of ratios 1/2 and 2.88: the sequence's is sqrt(1.44) = 1.2. Masked ones are not in
     # it. The loss is -1.2 A at each; its slope is shared by both tokens: 2 x 1.2 A / 2.
@@ -172,14 +160,6 @@ def test_k1_and_k2_by_hand():
         assert not jax.grad(total, 1)(q, p).any()
 
 
-def test_k3_is_the_kl_in_expectation_and_never_negative():
-    q, p = np.random.default_rng(1).dirichlet(np.ones(7), size=2)
-    k3 = pl.kl_k3(logprob=log(q), reference=log(p))
-    np.testing.assert_allclose(np.sum(q * k3), np.sum(q * np.log(q / p)), rtol=1e-5)
-    near = f32(-0.01 + np.linspace(-1e-4, 1e-4, 101))  # where exp(x) - 1 - x would cancel
-    assert pl.kl_k3(logprob=near, reference=jnp.full(101, -0.01)).min() >= 0
-
-
 def test_weights_by_hand():
     # Two sequences of 3 and 1 tokens, limit 5. token: 1/4 each. sequence: 1/(2*3) and 1/(2*1).
     # constant: 1/(2*5). The third row is padding and counts nowhere.
@@ -228,14 +208,6 @@ def test_correction_by_hand(name, weights, cut):
     np.testing.assert_array_equal(metrics["policy/correction_fraction"], cut)
 
 
-def test_sequence_correction_below_its_limit_is_the_product():
-    old, rolled = log([0.5, 0.3, 0.9]), log([0.4, 0.4, 0.1])  # 5/4 x 3/4; the third is masked
-    weight, cut = CORRECTIONS.resolve("truncated_sequence")(
-        old_logprob=old, rollout_logprob=rolled, mask=jnp.array([True, True, False]))
-    np.testing.assert_allclose(weight, [15 / 16] * 3, rtol=1e-5)
-    assert not cut.any()
-
-
 @pytest.mark.parametrize("loss", pl.LOSSES.values(), ids=pl.LOSSES.names())
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.names())
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
@@ -258,31 +230,6 @@ def test_masked_positions_are_never_read(garbage, correction, loss):
     gradient = got[1]
     np.testing.assert_array_equal(gradient[jnp.array([1, 3])], [0.0, 0.0])
     assert np.all(np.isfinite(gradient)) and np.all(gradient[jnp.array([0, 2])] != 0)
-
-
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
-def test_arguments_are_checked_by_name(loss):
-    loss = pl.LOSSES.resolve(loss)
-    good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0),
-                mask=jnp.ones(3, bool))
-    with pytest.raises(TypeError, match=r"logprob must be float32 of rank 1, got float32\[2, 3\]"):
-        loss(**good | CLIP | dict(logprob=jnp.zeros((2, 3))))
-    with pytest.raises(TypeError, match=r"old_logprob must be float32 .* got bfloat16\[3\]"):
-        loss(**good | CLIP | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
-    with pytest.raises(TypeError, match=r"lengths differ: logprob \[3\], old_logprob \[1\]"):
-        loss(**good | CLIP | dict(old_logprob=jnp.zeros(1)))
-    with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0, got int32"):
-        loss(**good | CLIP | dict(advantage=jnp.int32(1)))
-    with pytest.raises(TypeError, match=r"lengths differ: .*, advantage \[2\]"):
-        loss(**good | CLIP | dict(advantage=jnp.zeros(2)))
-    rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
-    with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
-        sequence_terms(**rest | dict(mask=jnp.ones(3)))
-    with pytest.raises(TypeError, match=r"mask \[3\] and values \[1\] differ"):
-        sequence_terms(**rest | dict(reference=jnp.zeros(1)))
-    with pytest.raises(ValueError, match="normalize = 'mean': choose one of token"):
-        pl.token_weights(mask=jnp.ones(3, bool), normalize="mean", total_tokens=1.0,
-                         total_sequences=1.0, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("values, words", [

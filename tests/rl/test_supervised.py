@@ -66,16 +66,6 @@ def test_line_that_is_no_chat_is_named(tmp_path: Path, row: Any, error: str) -> 
         read(written(tmp_path, row))
 
 
-def test_long_turns_are_dropped_on_demand(tmp_path: Path) -> None:
-    path = written(tmp_path, {"prompt": "a", "completion": "b" * 9}, {"messages": CHAT})
-    assert len(read(path, data__long_prompts="drop")) == 2
-
-
-def test_kl_and_rollout_values_are_settled() -> None:
-    config = supervised.settle(micro_config(rl__kl=0.5, rollout__temperature=0.7))
-    assert (config.rl.kl, config.rollout.temperature, config.rl.loss) == (0, 1, "reinforce")
-
-
 def turns(count: int = 16) -> list[Turn]:
     rng = np.random.default_rng(0)
     return [Turn([1, 2, 3, int(x)], [int(x), 7][: 1 + int(x) % 2]) for x in

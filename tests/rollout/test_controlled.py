@@ -22,16 +22,14 @@ from helpers import (
 from studies.recorded import replay, replay_params
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
+from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
 from specrl_jax.control import cost_model, registry
 from specrl_jax.control.buckets import bucket_table
-from specrl_jax.control.cost_model import CostTable, Point
+from specrl_jax.control.cost_model import CostTable
 from specrl_jax.control.protocol import Limits
 from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy
 
 DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
@@ -116,12 +114,6 @@ def spied(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[Any, ..
     return ran
 
 
-def test_costs_with_min_p_are_not_those_without() -> None:
-    plain, with_min_p = (profile.key(make_engine(ARCH, TASK, truncates=True, min_p=p), {})
-                         for p in (0.0, 0.1))
-    assert plain != with_min_p
-
-
 @pytest.mark.parametrize("long, rounds", [(np.inf, profile.ROUNDS), (-1, 1)])
 def test_measured_launches_are_those_of_points(
         budget: Controlled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float,
@@ -149,21 +141,6 @@ def test_measured_launches_are_those_of_points(
     assert profile.stored(engine, str(file), {}) is None
 
 
-@pytest.mark.parametrize("seconds, sweeps", [
-    (1e-6, profile.MOST_SWEEPS), (0.2, 3), (0.9, 1), (50.0, 1)])
-def test_sweeps_stop_at_the_allowed_seconds(seconds: float, sweeps: int) -> None:
-    points = [Point(4, 0, 8, 0, 0, n) for n in (1, 2)]
-    ran: list[Point] = []
-
-    def run(point: Point) -> float:
-        ran.append(point)
-        return seconds + 1e-9 * len(ran)
-
-    found = profile.least_seconds(run, points, allowed=1.25)
-    assert found == {points[0]: seconds + 1e-9, points[1]: seconds + 2e-9}, "the first are least"
-    assert ran == points * sweeps
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_processes_share_the_costs_of_process_0(
         known: bool, budget: Controlled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -183,41 +160,6 @@ def test_processes_share_the_costs_of_process_0(
     other = profile.stored(budget.engine, str(tmp_path / "none.json"), {})
     assert not list(left) and (first is not None) == known
     jax.tree.map(np.testing.assert_array_equal, other, first)
-
-
-def sampler_of(**control: Any) -> Sampler:
-    config = Config(control=ControlConfig(**control), rollout=RolloutConfig(
-        batch_size=16, min_batch=8, max_prompt_tokens=10, max_new_tokens=8))
-    return Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=8, group=2)
-
-
-@pytest.mark.parametrize("policy, restored, known, updates, did", [
-    ("budget", False, False, "online", "stored measured init"),
-    ("budget", False, True, "online", "stored init"), ("budget", True, True, "online", "stored"),
-    ("budget", True, False, "online", "stored measured init"),
-    ("budget", True, False, "off", "stored"), ("fixed", False, True, "off", "stored init")])
-def test_compile_finds_costs_where_they_are_needed(
-        policy: str, restored: bool, known: bool, updates: str, did: str,
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = sampler_of(policy=policy, cost_updates=updates)
-    table, done = made_up(limits=limits_of(TASK)), []
-    speculation = sampler.engine.initial_speculation()
-
-    def does(name: str, result: Any) -> Any:
-        return lambda *args: done.append(name) or result
-
-    controller = sampler.engine.decoder.controller._replace(init=does("init", None))
-    monkeypatch.setattr(sampler.engine, "decoder", dataclasses.replace(
-        sampler.engine.decoder, controller=controller))
-    monkeypatch.setattr(profile, "stored", does("stored", table if known else None))
-    monkeypatch.setattr(profile, "measured", does("measured", table))
-    monkeypatch.setattr("specrl_jax.rollout.sampler.plain_round_seconds", lambda *args: {})
-    policy, drafter = PublishedPolicy({}), PublishedDrafter((), ())
-    sampler.find_costs(policy, drafter, speculation, resumed=restored)
-    assert " ".join(done) == did
-    done.clear()
-    sampler.find_costs(policy, drafter, speculation, measure=False)
-    assert "measured" not in done
 
 
 # Rollouts.
@@ -326,25 +268,3 @@ def test_jumping_loads_stall_and_compile_nothing(budget: Controlled, plain: Resu
             [row[:most] for row, most in zip(streams(plain), limit, strict=True)]] * jumps
     assert compiled == 0 and drafted == {2}
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
-
-
-@pytest.mark.ci
-def test_drafts_in_empty_slots_are_chosen_and_accepted(plain: Result) -> None:
-    """Two of eight rows run on, next to slots of rows that ended."""
-    limits = limits_of(TASK, (8,), smallest=8)
-    controller = registry.make(ControlConfig(policy="budget"), SPEC, limits)
-    engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24), batch=8,
-                         past=TASK.group, controller=controller, smallest=8)
-    engine.compile(PARAMS, knobs(0))
-    table, buckets = made_up(step=0.01, limits=limits), limits.buckets[8]
-    assert [b.packed for b in buckets[:3]] == [8, 8, 16]
-    prices = np.asarray([1.0, 1, *[10.0] * (len(buckets) - 2)], np.float32)
-    eight = Controlled(engine, controller.init(table.replace(
-        verify=prices[None, :, None] * np.ones_like(table.verify))))
-    limit = np.asarray([1] * 4 + [TASK.response] * 2 + [0] * (TASK.sequences - 6))
-    for _ in range(2):
-        found = run(eight, plain, 0.0, limit=limit)
-        assert streams(found)[:6] == [
-            row[:most] for row, most in zip(streams(plain)[:6], limit, strict=False)]
-    counters = found.counters
-    assert counters["accepted"] > counters["rounds"] and counters["packed"] == counters["slots"]

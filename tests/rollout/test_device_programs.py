@@ -160,18 +160,6 @@ def test_masked_rounds_draft_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(found["drafted"] for found in branched.by_drafter.values())
 
 
-@PLATFORMS
-def test_head_is_read_in_its_own_dtype(platform: str, no_attention: None) -> None:
-    """Its products accumulate in float32 without a copy of it in float32."""
-    engine = engine_of(True, dtype=jnp.bfloat16, platform=platform)
-    text = traced(engine, platform, jnp.bfloat16).lower(
-        lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
-    for size in (VOCAB, DRAFT_VOCAB):
-        head = f"tensor<{size}x{WIDTH}xbf16>"
-        assert re.search(rf"dot_general .*\({head}, .*-> tensor<{size}x[\dx]+xf32>", text)
-        assert f"({head}) -> tensor<{size}x{WIDTH}xf32>" not in text
-
-
 @pytest.mark.ci
 @pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in tests/conftest.py")
 @pytest.mark.parametrize("drafts", [False, True])

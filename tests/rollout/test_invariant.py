@@ -118,11 +118,6 @@ def sampler(model=None, mesh=None, arch=ARCH, prompts=2):
                    group=2)
 
 
-def test_the_field_is_what_makes_it():
-    decoder = sampler().engine.decoder
-    assert (decoder.invariant, decoder.implementation) == (True, "machine")
-
-
 @pytest.mark.parametrize(("how", "why"), [
     (dict(model={"dtype": "bfloat16"}), "bfloat16: float32 only"),
     (dict(arch=dataclasses.replace(ARCH, head_dim=24)), "heads of 24 features"),
@@ -131,9 +126,3 @@ def test_the_field_is_what_makes_it():
 def test_where_it_cannot_work_it_is_refused(how, why):
     with pytest.raises(ConfigError, match=f"model.numerics = 'invariant': .*{why}.*use default"):
         sampler(**how)
-
-
-def test_weights_split_over_devices_are_refused():
-    mesh = sharding.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2))
-    with pytest.raises(ConfigError, match="mesh.tensor = 2"):
-        sampler(mesh=mesh, prompts=4)

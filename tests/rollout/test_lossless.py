@@ -14,9 +14,11 @@ from helpers import (
     assert_same,
     counting,
     make_engine,
+    micro_config,
     random_drafter,
     roll_out,
     said,
+    stepping_to_compile,
     streams,
 )
 
@@ -197,6 +199,34 @@ def test_counters_equal_a_recount_from_the_commits(bench: Any, hit: float | None
         assert (s.commits[said(result)] == 1).all()
 
 
+def test_interleaved_generations_give_what_each_gives_alone() -> None:
+    """Two states of speculation that draft differently, and two generations from each."""
+    trainer = stepping_to_compile(micro_config(spec__drafter="history", rollout__temperature=0.3))
+    batch, start = trainer.prompts.batch(np.arange(8)), trainer.state
+    blank = start.speculation
+    tried = np.full_like(blank.acceptance.tried, 500)
+    states = {"deep": blank, "shallow": blank.replace(
+        control=protocol.make_spec(1, 1, 2, 0),
+        acceptance=blank.acceptance.replace(tried=tried, hit=0.1 * tried))}
+
+    def generate(order: str) -> dict[str, Any]:
+        now, outcomes = dict(states), {name: [] for name in states}
+        for name in order.split():
+            rollout, now[name], result = trainer.sampler.generate(
+                batch, start.policy, start.drafter.published, now[name], "train",
+                len(outcomes[name]))
+            outcomes[name].append((rollout, now[name], result.counters))
+        return outcomes
+
+    both = generate("deep shallow deep shallow")
+    for name in states:
+        jax.tree.map(np.testing.assert_array_equal, both[name], generate(f"{name} {name}")[name])
+    deep, shallow = ([counters["accepted"] for *_, counters in both[name]] for name in states)
+    assert deep != shallow and min(deep) > 0
+    for (_, learned, _), _ in both.values():
+        assert not np.array_equal(learned.acceptance.tried, blank.acceptance.tried)
+
+
 def test_refill_and_compaction_take_place(bench: Any) -> None:
     limits = 1 + np.arange(bench.task.sequences)  # so rows end one after the other
     batches = [launch.batch for launch in bench.run_trees(seed=8, limit=limits).trace]
@@ -219,7 +249,7 @@ def test_nothing_compiles_whatever_changes(bench: Any) -> None:
                 sampled = dict(temperature=rng.uniform(0, 2, 12), top_p=rng.uniform(0.1, 1, 12),
                                top_k=rng.integers(0, 24, 12), limit=rng.integers(1, 13, 12))
                 roll_out(engine, bench.params, ask(task, seed=trial, **sampled),
-                           rounds=int(rng.integers(1, 9)))
+                         rounds=int(rng.integers(1, 9)))
 
     assert counting(everything_changes) == 0
 

@@ -19,7 +19,6 @@ from helpers import (
     tiny_params,
     wandering,
 )
-from studies.recorded import replay, replay_params
 
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.draft_model import draft_model
@@ -49,8 +48,6 @@ def merged() -> Drafter:
 DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
     "history": (lambda: history(**SIZES, match=4, group=TASK.group), ()),
     "merge": (merged, (NEAR, ())),
-    "replay": (lambda: replay(depth=DEPTH, nodes=NODES, vocab=ACTOR.vocab_size),
-               replay_params(0.3)),
     "draft_model": (lambda: draft_model(ACTOR, **SIZES), NEAR)} | {
     f"eagle, {children}": (functools.partial(eagle, ARCH, **SIZES, children=children),
                            parameters()) for children in ("perturbed", "top", "sampled")}

@@ -87,9 +87,3 @@ def trees() -> tuple[Course, Dice, Engine]:
 
 def accepted(result: Result) -> int:
     return int(np.sum(result.counters["accepted"]))
-
-
-def test_no_penalty_leaves_no_trace_in_the_state() -> None:
-    engine = make_engine(ARCH, TASK)
-    assert engine.layout.abstract(4).sequences.said is None
-    assert plain().layout.abstract(5).sequences.said.shape == (TASK.sequences, ARCH.vocab_size)

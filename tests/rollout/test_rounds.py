@@ -1,6 +1,5 @@
 """Which rounds draft, and which are plain: the same tokens, and work for what is used alone."""
 
-import re
 from typing import Any
 
 import jax
@@ -20,18 +19,12 @@ from helpers import (
 )
 
 from specrl_jax.control import fixed, protocol
-from specrl_jax.draft.history import history
-from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.rollout.plan import clamp
 
 DEPTH, NODES, BATCH = 2, 3, 4
 ARCH = tiny_arch(num_layers=1)
 PARAMS = tiny_params(ARCH)
 TASK = make_task()
-MATMUL = re.compile(r" (dot|custom-call)\(")
-
-
 class Spied:
     """Places a row of the rounds that ran, and how many trees were drafted."""
 
@@ -57,20 +50,6 @@ class Spied:
 
     def _proposed(self) -> None:
         self.trees += 1
-
-
-def test_a_plan_is_cut_to_the_shapes() -> None:
-    drafter = merge([history(depth=DEPTH, branch=2, nodes=9, match=2, group=1, origin=i)
-                     for i in range(2)], 9)
-    outside = protocol.make_spec(DEPTH + 1, 3, 10, 1, (np.nan, -1.0))
-    inside = protocol.make_spec(DEPTH, 2, 9, BATCH, (0.0, 0.0))
-    found, clamped = clamp(outside, drafter, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, found, inside)
-    assert clamped and not clamp(inside, drafter, BATCH)[1]
-    heavy, clamped = clamp(inside.replace(mix=jnp.asarray([np.inf, 2.0])), drafter, BATCH)
-    assert clamped and heavy.mix.tolist() == [1000.0, 2.0]  # not as likely as a root
-    for name in ("depth", "branch", "nodes", "budget", "mix"):
-        assert clamp(inside.replace(**{name: getattr(outside, name)}), drafter, BATCH)[1], name
 
 
 @pytest.fixture(scope="module")
@@ -168,16 +147,3 @@ def test_forced_depth_drafts_whatever_is_planned(plain: list[list[int]]) -> None
         drafted[depth] = (spy.trees > 0, result.counters["drafted"] > 0)
     assert drafted == {None: (True, False), 0: (False, False), DEPTH: (True, True),
                        DEPTH + 5: (True, True)}
-
-
-def test_skipped_loop_of_a_launch_runs_nothing() -> None:
-    """XLA moves what looks invariant out of a loop: once, the first layer of all drafted nodes."""
-    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=fixed.fixed(),
-                         batch=1)
-    engine.compile(PARAMS)
-    text = engine._programs["launch", 1].as_text()
-    bodies = [re.search(rf"^%?{re.escape(body)} .*?^}}$", text, re.M | re.S)[0]
-              for body in re.findall(r" while\(.*? body=%?([\w.\-]+)", text)]
-    around = [body for body in bodies if " while(" in body]
-    assert len(around) >= 3 and any(MATMUL.search(body) for body in bodies)
-    assert not any(MATMUL.search(body) for body in around)

@@ -84,48 +84,6 @@ def test_every_sequence_is_seated_once_with_its_own_prompt(
         assert sorted(sim.seated) == list(range(prompts * group)) and sim.slots.waiting == 0
 
 
-def test_a_prompt_is_prefilled_once_while_a_live_row_holds_it() -> None:
-    slots = Slots(2, 8, 8)
-    done = np.zeros(8, bool)
-    assert slots.refill(done, 1).prompts == [0]
-    for seq in range(6):
-        done[seq] = True  # the other slot still holds the prompt
-        plan = slots.refill(done, 1)
-        assert plan.prompts == [] and (plan.copy >= 0).sum() == 1
-    assert slots.waiting == 0
-
-
-def test_samples_of_a_prompt_share_one_prefill() -> None:
-    plan = Slots(6, 6, 3).refill(np.zeros(6, bool), 2)
-    assert plan.prompts == [0, 1]
-    assert plan.source.tolist() == [0, 0, 0, 1, 1, 1] and plan.seq.tolist() == list(range(6))
-
-
-def test_at_most_so_many_prompts_are_prefilled_at_once() -> None:
-    slots, done = Slots(6, 6, 2), np.zeros(6, bool)
-    plan = slots.refill(done, 1)
-    assert plan.prompts == [0] and (plan.seq >= 0).sum() == 2 and slots.waiting == 4
-    assert slots.has_free(done) and slots.live(done) == 2
-
-
-def test_compact_keeps_the_live_rows_in_order() -> None:
-    slots, done = Slots(5, 5, 1), np.zeros(5, bool)
-    slots.refill(done, 5)
-    done[[0, 3]] = True
-    assert slots.compact(3, done).tolist() == [1, 2, 4]
-    assert slots.seq.tolist() == [1, 2, 4]
-
-
-@pytest.mark.parametrize(("group", "batch"), [(1, 5), (2, 5), (3, 4), (4, 17)])
-def test_new_prompts_are_those_that_a_whole_refill_prefills(group, batch):
-    for seed in range(5):
-        run = Simulation(batch, prompts=12, group=group, seed=seed)
-        while not run.done.all():
-            expected = run.slots.new_prompts(run.done)
-            assert len(run.refill(batch).prompts) == expected
-            run.finish_some()
-
-
 def test_one_shard_runs_no_padding_prompts(bench, monkeypatch):
     """Five slots of two samples: prefills of one prompt and of three are compiled."""
     run, seat = [], bench.plain._seat

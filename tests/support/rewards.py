@@ -31,10 +31,3 @@ def distinct(prompts: Sequence[str], completions: Sequence[str], examples: Seque
              ) -> list[float]:
     """The share of different answers of the step, which must come at once."""
     return [len(set(completions)) / len(completions)] * len(completions)
-
-
-def even_or_fails(prompt: str, completion: str, example: object) -> float:
-    """1 or 0; an answer whose first code leaves 1 when divided by 4 has none."""
-    if completion and ord(completion[0]) % 4 == 1:
-        raise ValueError("cannot tell")
-    return starts_even(prompt, completion, example)

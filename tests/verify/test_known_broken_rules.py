@@ -34,10 +34,8 @@ from distribution_checks import (
 )
 from studies import lossy
 
-from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
 from specrl_jax.verify import rejection
-from specrl_jax.verify.protocol import Nodes
 from specrl_jax.verify.rejection import (
     COINS,
     RESIDUAL,
@@ -196,22 +194,6 @@ def test_match_is_immune_to_peeking() -> None:
         return match(r._replace(live=r.live & sure))
 
     assert wrong_settings(peeking, CHAIN, world("decent"), rows=1024) == []
-
-
-def test_the_published_example_of_peeking() -> None:
-    """p = (.7, .3), q = (.5, .5), token 1 never verified: token 0 comes with .85 (DSpark)."""
-    count = 2**14
-    logp, logq = (jnp.tile(jnp.log(jnp.asarray(x))[None, None], (count, 2, 1))
-                  for x in ([0.7, 0.3], [0.5, 0.5]))
-    key, zero = keys(count, 0), jnp.zeros(count, jnp.int32)
-    token = (logq[:, 0] + gumbel(key, zero, jnp.arange(2))).argmax(1).astype(jnp.int32)
-    tokens = jnp.stack([zero, token], 1)
-    walk = jax.jit(rejection.walk, static_argnums=4)
-    for live, want in ((tokens >= 0, 0.7), (tokens == 0, 0.85)):
-        nodes = Nodes(tokens=tokens, parent=0 * tokens, depth=0 * tokens, rank=0 * tokens,
-                      live=live)
-        _, emitted, _ = walk(nodes, logp, logq, Noise(key, zero), 1)
-        assert abs((np.asarray(emitted)[:, 0] == 0).mean() - want) < 5 * (0.25 / count) ** 0.5
 
 
 def by_slot(rule: Rule) -> Rule:

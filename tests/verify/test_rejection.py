@@ -18,9 +18,6 @@ NODES = len(TREE.parent)
 JUDGE = jax.jit(rejection.judge, static_argnums=4)
 WALK = jax.jit(rejection.walk, static_argnums=4)
 PROCESS = jax.jit(sampling.process)
-DRAW = jax.jit(sampling.draw)
-
-
 def packed(rng: np.random.Generator) -> tuple[Any, ...]:
     """Logits [V, W] in which every setting occurs, and the settings f32[W], i32[W], f32[W]."""
     logits = rng.normal(size=(VOCAB, ROWS * NODES)).astype(np.float32) * 2
@@ -35,30 +32,6 @@ def test_process_gives_the_distribution_of_the_draw() -> None:
         want = distribution(args[0][:, w], *SETTINGS[w % len(SETTINGS)])
         np.testing.assert_allclose(np.exp(logp[w]), want, atol=2e-6)
         assert ((np.exp(logp[w]) == 0) == (want == 0)).all()
-
-
-def test_process_breaks_ties_by_token_id() -> None:
-    logits = np.zeros((VOCAB, 3), np.float32)
-    logits[4] = -1
-    settings = np.asarray([0, 1, 1], np.float32), np.asarray([0, 5, 0]), np.asarray([1, 1, 0.5])
-    logp = np.asarray(PROCESS(logits, *settings).logp)
-    assert np.flatnonzero(np.isfinite(logp[0])).tolist() == [0]
-    assert np.flatnonzero(np.isfinite(logp[1])).tolist() == [0, 1, 2, 3, 5]
-    assert np.flatnonzero(np.isfinite(logp[2])).tolist() == [0, 1, 2, 3, 5, 6]
-
-
-def test_process_gives_the_log_probabilities_of_the_draw() -> None:
-    """The same token at the same position has the logprob, raw_logprob, top_p_mass of match."""
-    args = packed(np.random.default_rng(1))
-    width = args[0].shape[1]
-    drawn = DRAW(*args, keys(width, 0), np.arange(width))
-    target = PROCESS(*args)
-    logprob = target.logp[jnp.arange(width), drawn.token]
-    np.testing.assert_allclose(logprob, drawn.logprob, atol=2e-5)
-    np.testing.assert_allclose(logprob + target.raw, drawn.raw_logprob, atol=2e-5)
-    np.testing.assert_allclose(target.top_p_mass, drawn.top_p_mass, atol=2e-6)
-    greedy = np.asarray(args[1]) == 0
-    assert greedy.any() and (np.asarray(logprob)[greedy] == 0).all()
 
 
 def trees(rng: np.random.Generator) -> Nodes:
@@ -102,18 +75,6 @@ def judged(stop: int = -1, limit: int = 100, dead: int = 0) -> tuple[Any, Any, A
     return jax.tree.map(np.asarray, verdict), target, place
 
 
-def test_judge_returns_log_probabilities_of_its_path() -> None:
-    verdict, target, place = judged()
-    assert set(verdict.count) == {1, 2, 3} and not verdict.stopped.any()
-    for b in range(ROWS):
-        for d in range(verdict.count[b]):
-            w = place[b, verdict.path[b, d]]
-            logprob = target.logp[w, verdict.tokens[b, d]]
-            assert np.isfinite(logprob) and verdict.logprob[b, d] == logprob
-            assert verdict.raw_logprob[b, d] == logprob + target.raw[w]
-            assert verdict.top_p_mass[b, d] == target.top_p_mass[w]
-
-
 def test_judge_cuts_stop_limit_and_dead_rows_as_match() -> None:
     free, *_ = judged()
     stop = int(free.tokens[free.count == 3][0, 1])
@@ -145,35 +106,6 @@ def test_walk_ignores_dead_nodes_and_their_numbering() -> None:
     np.testing.assert_array_equal(order[path_], path)
     np.testing.assert_array_equal(emitted_, emitted)
     np.testing.assert_array_equal(count_, count)
-
-
-def test_walk_ignores_nodes_beyond_the_depth() -> None:
-    rng = np.random.default_rng(6)
-    tree = trees(rng)
-    logp, logq = distributions(rng)
-    rest = (logp, logq, Noise(keys(ROWS, 5), np.arange(ROWS, dtype=np.int32)), 1)
-    shallow = tree.replace(live=tree.live & (tree.depth <= 1))
-    for one, other in zip(WALK(tree, *rest), WALK(shallow, *rest), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_equal_distributions_are_accepted_for_any_coin() -> None:
-    """The coin stays below 1 and p / q is 1, also where q is no power of two."""
-    p = np.random.default_rng(0).dirichlet(np.ones(VOCAB), 2000).astype(np.float32)
-    token = np.arange(2000) % VOCAB
-    chance, _, _ = jax.jit(rejection.lossless)(p, p, token)
-    assert (np.asarray(chance) >= 1).all()
-    highest = rejection.uniform(jnp.full(1, 2**32 - 1, jnp.uint32))
-    assert (highest < 1).all() and (highest > 0.999999).all()
-
-
-def test_rounding_that_leaves_nothing_is_finite() -> None:
-    p = np.asarray([[0.5, 0.5, 0.0]], np.float32)
-    for q in (p, p * np.float32(1 + 1e-6), np.asarray([[0.0, 0.0, 1.0]], np.float32)):
-        chance, left, rest = rejection.lossless(p, q, jnp.asarray([0]))
-        assert np.isfinite(chance).all()
-        np.testing.assert_allclose(np.asarray(left).sum(), 1, atol=1e-6)
-        assert np.isfinite(rest).all() and rest[0, 0] == 0
 
 
 def test_coins_residuals_and_draft_noise_are_independent() -> None:

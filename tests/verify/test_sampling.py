@@ -88,29 +88,6 @@ def test_ties_are_kept_by_token_id(chunk: int) -> None:
     check(np.tile(column[:, None], (1, len(settings))), settings)
 
 
-def test_ties_of_top_p_are_kept_by_token_id(chunk: int) -> None:
-    # 32 equal tokens of mass 1/32, the rest of none: p = k/32 keeps exactly the first k ids.
-    logits = np.full((37, 31), -1e9, np.float32)
-    logits[3:35] = 0.0
-    got = draw(logits, top_p=np.arange(1, 32) / 32)
-    np.testing.assert_allclose(got.top_p_mass, np.arange(1, 32) / 32, atol=1e-6)
-    assert (np.asarray(got.token) < 3 + np.arange(1, 32)).all()
-
-
-def test_all_logits_equal_and_negative_zero(chunk: int) -> None:
-    logits = np.zeros((37, 5), np.float32)
-    logits[::2] = -0.0
-    check(logits, [(1.0, 0, 1.0), (1.0, 4, 1.0), (0.0, 0, 1.0), (0.0, 4, 0.5), (2.0, 36, 1.0)])
-
-
-def test_extreme_logits_stay_finite(chunk: int) -> None:
-    logits = np.random.default_rng(1).normal(size=(37, 4)).astype(np.float32) * 1e4
-    got = draw(logits, temperature=[1, 0.01, 100, 0], top_p=0.9)
-    for value in (got.logprob, got.raw_logprob, got.top_p_mass):
-        assert np.isfinite(value).all()
-    assert np.asarray(got.token).tolist() == logits.argmax(0).tolist()
-
-
 # The distribution. Draws are independent over rows' keys and over positions; both are used.
 
 ROWS, POSITIONS, VOCAB = 500, 16, 12

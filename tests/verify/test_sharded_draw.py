@@ -1,6 +1,5 @@
 """Devices that share a vocabulary draw what one device draws, and gather no logits for it."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,12 +55,3 @@ def test_tokens_are_those_of_one_device(mesh: Any, truncates: bool, vocab: int) 
     np.testing.assert_array_equal(got.token, want.token)
     for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=3e-6)
-
-
-@MESHES
-@pytest.mark.parametrize("truncates", [False, True])
-def test_only_a_few_numbers_a_position_travel(mesh: Any, truncates: bool) -> None:
-    text = sharded(mesh, truncates, VOCAB).lower(*arguments()).compile().as_text()
-    moved = re.findall(r" = \(?\w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+)\(", text)
-    sizes = [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in moved]
-    assert sizes and max(sizes) <= 32 * WIDTH, text
