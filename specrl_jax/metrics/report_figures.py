@@ -4,7 +4,6 @@ A picture is SVG inside the page: its text is text, and its colors are the page'
 differ in dark mode.
 """
 
-import functools
 import html
 import io
 import re
@@ -18,10 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specrl_jax.config import ConfigError
-from specrl_jax.metrics.launches import recorded
+from specrl_jax.metrics.launches import LAUNCHES, recorded
 from specrl_jax.runtime.workdir import METRICS
 
 RELIABILITY = "rollout/reliability"
+LENGTHS = "lengths"  # of the last row: (length, responses) of all samples
+LISTS = (RELIABILITY, LAUNCHES, LENGTHS)
 BLUE, YELLOW, GREEN, RED, GREY = "#4269d0", "#efb118", "#3ca951", "#ff725c", "#9c9c9c"
 VIOLET, BLACK, GRID = "#a463f2", "#000000", "#b0b0b0"
 VARIABLES = {BLUE: "var(--blue)", YELLOW: "var(--yellow)", GREEN: "var(--green)", RED: "var(--red)",
@@ -29,7 +30,6 @@ VARIABLES = {BLUE: "var(--blue)", YELLOW: "var(--yellow)", GREEN: "var(--green)"
 COLORS = {"rollout": BLUE, "reward": YELLOW, "learn": GREEN, "distill": VIOLET, "other": GREY}
 BINS = 40
 MOST_POINTS = 300  # of a curve; more are averaged
-MOST_LAUNCHES = 1200  # of that of launches; of more, blocks show their peaks
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -41,96 +41,27 @@ class Plot(NamedTuple):
     name: str
     key: str  # the metric without which there is nothing to draw
     read: str  # how to read the picture
-    draw: Callable[..., None]  # of axes and rows
+    draw: Callable[[Axes, Rows], None]
     expected: bool = True  # the page notes it where it is missing
     xlabel: str = "step"
 
 
-class Drawn(NamedTuple):
-    """One picture of the page, or the metric that it lacks."""
+def figures(rows: Rows, lengths: Mapping[int, int]) -> dict[str, list[tuple[Plot, str]]]:
+    """Returns the pictures and their SVG by section; "" for an expected one without its metric.
 
-    name: str
-    read: str
-    svg: str  # markup; empty where data is missing
-    lacks: str
-
-
-def _line(key: str) -> Callable[..., None]:
-    return lambda ax, rows: plot_line(ax, rows, key)
-
-
-def plots() -> list[Plot]:
-    """Returns the pictures in the order of the page; that of lengths is `lengths_plot`."""
-    return [
-        Plot("speculation", "tokens per second", "rollout/tokens_per_second",
-             "Response tokens per second of rollout, which other work on the machine slows, too: "
-             "compare runs on a quiet one.", _line("rollout/tokens_per_second")),
-        Plot("speculation", "accept length (tokens per round)", "rollout/accept_length",
-             "Tokens that a row gains in one forward pass of the actor: 1 is plain decoding, and a "
-             "fall at an unchanged draft depth means that the drafter has gone stale.",
-             _line("rollout/accept_length")),
-        Plot("speculation", "draft depth and verified tokens over time", "control/draft_depth",
-             "What each launch used: depth 0 is plain decoding, and drafts become deeper at the "
-             "end of a rollout, where few rows are live.", plot_setting, False),
-        Plot("speculation", "seconds saved, spent and lost by the controller", "time/regret",
-             "Sums since the first step: above 0, saved is faster than plain decoding; spent is "
-             "the cost of drafts, and regret what slow launches lost.", plot_saved, False),
-        Plot("speculation",
-             "seconds saved by speculation (estimated) less those spent on the drafter",
-             "time/speculation_net",
-             "Sums since the first step: where the blue line rises, the drafter brings more time "
-             "than its training takes.", plot_net, False),
-        Plot("speculation", "how often drafts were accepted, all steps", RELIABILITY,
-             "Each point is draft tokens with a similar estimate, larger for more: on the diagonal "
-             "the controller's estimates are right, below it they are too high.",
-             plot_reliability, False, "estimate"),
-        Plot("learning", "reward", "reward/mean",
-             "The mean of a step's samples, which should rise; the band is one standard deviation, "
-             "and where it closes, all responses score alike and teach nothing.", plot_reward),
-        Plot("learning", "held-out accuracy", "eval/accuracy",
-             "Accuracy on problems that are not trained on, with 95 % intervals: reward that rises "
-             "without it is not the task.", plot_accuracy, False),
-        Plot("learning", "response length", "response/length_mean",
-             "Mean tokens of a response: a line that climbs to rollout.max_new_tokens means that "
-             "responses are cut.", _line("response/length_mean")),
-        Plot("learning", "log-prob gap, rollout to learner", "rollout/logprob_gap",
-             "Mean distance between the log-probabilities of the same tokens in rollout and "
-             "learner: a rounding error (10⁻⁶ in float32) unless the two differ.",
-             _line("rollout/logprob_gap")),
-        Plot("learning", "loss", "loss",
-             "The policy loss, which has no target of its own: look for jumps, not for a trend.",
-             _line("loss")),
-        Plot("time", "share of each step's time", "time/step",
-             "A column is a step; speculation shortens only the part of rollouts, so that part is "
-             "the most that it can save.", plot_shares),
-    ]
-
-
-def lengths_plot(lengths: Mapping[int, int]) -> Plot:
-    """Returns the histogram of response lengths, given how many responses have each."""
-    return Plot("learning", "response lengths of all samples", "step",
-                "A high bar at the right edge is responses cut at the limit; a long tail is rounds "
-                "with few live rows, where drafts pay most.",
-                lambda ax, rows: plot_lengths(ax, lengths), xlabel="tokens")
-
-
-def figures(rows: Rows, lengths: Mapping[int, int]) -> dict[str, list[Drawn]]:
-    """Returns the pictures by section; where data is missing for an expected one, which metric."""
-    by_section: dict[str, list[Drawn]] = {}
-    for plot in plots() + ([lengths_plot(lengths)] if lengths else []):
-        draw = functools.partial(plot.draw, rows=rows)
-        if _recorded(rows, plot.key):
-            drawn = Drawn(plot.name, plot.read, draw_svg(plot.name, plot.xlabel, draw), "")
-        elif plot.expected:
-            drawn = Drawn(plot.name, "", "", plot.key)
-        else:
-            continue
-        by_section.setdefault(plot.section, []).append(drawn)
+    Args: lengths, how many responses have each length.
+    """
+    rows = [*rows[:-1], {**rows[-1], LENGTHS: sorted(lengths.items())}]
+    by_section: dict[str, list[tuple[Plot, str]]] = {}
+    for plot in PLOTS:
+        svg = draw_svg(plot, rows) if _recorded(rows, plot.key) else ""
+        if svg or plot.expected:
+            by_section.setdefault(plot.section, []).append((plot, svg))
     return by_section
 
 
 def _recorded(rows: Rows, key: str) -> bool:
-    if key == RELIABILITY:
+    if key in LISTS:
         return any(row.get(key) for row in rows)
     return bool(np.isfinite(column(rows, key)).any())
 
@@ -146,31 +77,28 @@ def column(rows: Rows, key: str) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def draw_svg(title: str, xlabel: str, draw: Callable[[Axes], None]) -> str:
+def draw_svg(plot: Plot, rows: Rows) -> str:
     """Returns one figure as an SVG element. It avoids pyplot, which keeps global state."""
     figure = Figure(figsize=(4.9, 2.9), layout="constrained")
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title,
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name,
                                 "font.size": 11, "axes.labelsize": "medium"}):
         ax = figure.subplots()
-        draw(ax)
-        ax.set_xlabel(xlabel)
+        plot.draw(ax, rows)
+        ax.set_xlabel(plot.xlabel)
         ax.spines[["top", "right"]].set_visible(False)
         if ax.get_legend_handles_labels()[0] and not figure.legends:
             ax.legend(frameon=False, fontsize=10)
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
-            ("Creator", "Date", "Format", "Type")))
-    return _for_page(buffer.getvalue(), title)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(buffer.getvalue(), plot.name)
 
 
 def _for_page(svg: str, title: str) -> str:
     """Returns the SVG element of a file of matplotlib, with the page's size, font and colors."""
     svg = svg[svg.index("<svg"):].strip()
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # the same in each figure, and nothing refers to it
-    svg = re.sub(r' (?:width|height)="[\d.]+pt"| transform="rotate\(-0 [^"]*"', "", svg)
-    svg = re.sub(r"font-family: [^;]*; ", "", svg)
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # points
+    svg = re.sub(r' id="(?!m|p|clip)[^"]*"| (?:width|height)="[\d.]+pt"|font-family: [^;]*; ', "",
+                 svg)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, variable)
@@ -182,18 +110,18 @@ def curve(rows: Rows, key: str) -> np.ndarray:
     return thinned(column(rows, key))
 
 
-def _blocks(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns where at most `most` equal blocks of a series begin."""
-    return np.arange(0, len(values), -(-len(values) // most))
+def thinned(values: np.ndarray, reduce: str = "mean") -> np.ndarray:
+    """Returns the finite means, or "max" for peaks, of at most MOST_POINTS equal blocks of a
+    series; NaN where a block has no finite value."""
+    block = -(-len(values) // MOST_POINTS)
+    padded = np.pad(values, (0, -len(values) % block), constant_values=np.nan)
+    blocks = np.ma.masked_invalid(padded.reshape(-1, block))
+    return getattr(blocks, reduce)(1).filled(np.nan)
 
 
-def thinned(values: np.ndarray) -> np.ndarray:
-    """Returns the means of equal blocks of a series, at most MOST_POINTS of them, without NaN."""
-    starts = _blocks(values, MOST_POINTS)
-    finite = np.isfinite(values)
-    count = np.add.reduceat(finite.astype(float), starts)
-    total = np.add.reduceat(np.where(finite, values, 0), starts)
-    return np.divide(total, count, out=np.full(len(starts), np.nan), where=count > 0)
+def line(key: str) -> Callable[[Axes, Rows], None]:
+    """Returns a function that plots one metric over steps."""
+    return lambda ax, rows: plot_line(ax, rows, key)
 
 
 def plot_accuracy(ax: Axes, rows: Rows) -> None:
@@ -245,16 +173,15 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
 
 
 def plot_setting(ax: Axes, rows: Rows) -> None:
-    """Plots draft depth and verified tokens of each launch, or of each step."""
-    launches = [launch | {"step": row["step"] + i / len(of)} for row in rows for of in
-                [recorded(row) or [{"draft_depth": row.get("control/draft_depth", np.nan)}]]
-                for i, launch in enumerate(of)]
+    """Plots draft depth and verified tokens of each launch; of many, the peaks of blocks."""
+    launches = [launch | {"step": row["step"] + i / len(of)} for row in rows
+                for of in [recorded(row)] for i, launch in enumerate(of)]
     width = column(launches, "verify_tokens") / np.maximum(column(launches, "batch"), 1)
-    time, depth, width = (np.fmax.reduceat(values, _blocks(values, MOST_LAUNCHES)) for values in (
-        column(launches, "step"), column(launches, "draft_depth"), width))
-    ax.step(time, depth, where="post", color=BLUE, linewidth=0.8, label="draft depth")
-    ax.step(time, width, where="post", color=YELLOW, linewidth=0.8,
-            label="verified tokens per slot")
+    steps = thinned(column(launches, "step"), "max")
+    for values, color, label in ((column(launches, "draft_depth"), BLUE, "draft depth"),
+                                 (width, YELLOW, "verified tokens per slot")):
+        ax.step(steps, thinned(values, "max"), where="post", color=color, linewidth=0.8,
+                label=label)
     ax.set_ylim(bottom=0)
 
 
@@ -294,8 +221,56 @@ def plot_reliability(ax: Axes, rows: Rows) -> None:
     ax.set_ylabel("accepted share")
 
 
-def plot_lengths(ax: Axes, lengths: Mapping[int, int]) -> None:
-    """Plots a histogram of response lengths, given how many responses have each."""
-    bins = min(BINS, max(lengths) - min(lengths) + 1)
-    ax.hist(list(lengths), bins=bins, weights=list(lengths.values()), color=BLUE)
+def plot_lengths(ax: Axes, rows: Rows) -> None:
+    """Plots a histogram of response lengths."""
+    lengths, counts = np.transpose(rows[-1][LENGTHS])
+    ax.hist(lengths, bins=min(BINS, np.ptp(lengths) + 1), weights=counts, color=BLUE)
     ax.set_ylabel("samples")
+
+
+PLOTS = (
+    Plot("speculation", "tokens per second", "rollout/tokens_per_second",
+         "Response tokens per second of rollout, which other work on the machine slows, too: "
+         "compare runs on a quiet one.", line("rollout/tokens_per_second")),
+    Plot("speculation", "accept length (tokens per round)", "rollout/accept_length",
+         "Tokens that a row gains in one forward pass of the actor: 1 is plain decoding, and a "
+         "fall at an unchanged draft depth means that the drafter has gone stale.",
+         line("rollout/accept_length")),
+    Plot("speculation", "draft depth and verified tokens over time", LAUNCHES,
+         "What each launch used: depth 0 is plain decoding, and drafts become deeper at the "
+         "end of a rollout, where few rows are live.", plot_setting, False),
+    Plot("speculation", "seconds saved, spent and lost by the controller", "time/regret",
+         "Sums since the first step: above 0, saved is faster than plain decoding; spent is "
+         "the cost of drafts, and regret what slow launches lost.", plot_saved, False),
+    Plot("speculation",
+         "seconds saved by speculation (estimated) less those spent on the drafter",
+         "time/speculation_net",
+         "Sums since the first step: where the blue line rises, the drafter brings more time "
+         "than its training takes.", plot_net, False),
+    Plot("speculation", "how often drafts were accepted, all steps", RELIABILITY,
+         "Each point is draft tokens with a similar estimate, larger for more: on the diagonal "
+         "the controller's estimates are right, below it they are too high.",
+         plot_reliability, False, "estimate"),
+    Plot("learning", "reward", "reward/mean",
+         "The mean of a step's samples, which should rise; the band is one standard deviation, "
+         "and where it closes, all responses score alike and teach nothing.", plot_reward),
+    Plot("learning", "held-out accuracy", "eval/accuracy",
+         "Accuracy on problems that are not trained on, with 95 % intervals: reward that rises "
+         "without it is not the task.", plot_accuracy, False),
+    Plot("learning", "response length", "response/length_mean",
+         "Mean tokens of a response: a line that climbs to rollout.max_new_tokens means that "
+         "responses are cut.", line("response/length_mean")),
+    Plot("learning", "log-prob gap, rollout to learner", "rollout/logprob_gap",
+         "Mean distance between the log-probabilities of the same tokens in rollout and "
+         "learner: a rounding error (10⁻⁶ in float32) unless the two differ.",
+         line("rollout/logprob_gap")),
+    Plot("learning", "loss", "loss",
+         "The policy loss, which has no target of its own: look for jumps, not for a trend.",
+         line("loss")),
+    Plot("learning", "response lengths of all samples", LENGTHS,
+         "A high bar at the right edge is responses cut at the limit; a long tail is rounds "
+         "with few live rows, where drafts pay most.", plot_lengths, False, "tokens"),
+    Plot("time", "share of each step's time", "time/step",
+         "A column is a step; speculation shortens only the part of rollouts, so that part is "
+         "the most that it can save.", plot_shares),
+)

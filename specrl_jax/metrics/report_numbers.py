@@ -14,7 +14,7 @@ class Line(NamedTuple):
     what: str
     key: str  # the metric that is summed, if it is one
     seconds: float
-    kind: str = ""  # "part": contained in the line above; "sum"
+    kind: str = ""  # "part": contained in the line above; "sum"; "cost": in no rollout
 
 
 class Account(NamedTuple):
@@ -27,23 +27,11 @@ class Account(NamedTuple):
     step_speedup: float  # of whole steps, NaN if their duration is not recorded
     error: float  # mean relative error of the predicted seconds, NaN if not recorded
 
-    def seconds(self, line: Line) -> str:
-        """Returns the seconds of a line, with a sign if they were saved or lost."""
-        return self._format(line, line.seconds, 1 if self.plain >= 10 else 3)
-
-    def share(self, line: Line) -> str:
-        """Returns a line in percent of the rollouts without drafts."""
-        return self._format(line, 100 * line.seconds / self.plain, 1) + " %"
-
-    def _format(self, line: Line, value: float, digits: int) -> str:
-        sign = "+" if line.kind == "sum" or line.key in COSTS else ""
-        return format(round(value, digits) + 0.0, f"{sign},.{digits}f")  # + 0.0: no -0.0
-
 
 PARTS = {"time/spent": "of it, for drafts and verifying them, predicted",
          "time/regret": "of it, lost in launches slower than plain ones (regret)"}
 COSTS = {"time/distill": "training and checking the drafter",
-         "time/profiling": "measuring what rounds cost, at start-up"}  # in no rollout
+         "time/profiling": "measuring what rounds cost, at start-up"}
 
 
 def account(rows: Rows) -> Account | None:
@@ -52,28 +40,29 @@ def account(rows: Rows) -> Account | None:
     rollout, saved, step = (total(rows, f"time/{name}") for name in ("rollout", "saved", "step"))
     if rollout <= 0 or rollout + saved <= 0:
         return None
+    parts = [Line(what, key, total(rows, key), "part") for key, what in PARTS.items()
+             if has(rows, key)]
+    costs = [Line(what, key, -total(rows, key), "cost") for key, what in COSTS.items()
+             if has(rows, key)]
     lines = [Line("rollouts without drafts, predicted", "", rollout + saved),
-             Line("rollouts as they were", "time/rollout", rollout),
-             *(Line(what, key, total(rows, key), "part") for key, what in PARTS.items()
-               if has(rows, key)),
-             Line("saved", "time/saved", saved, "sum")]
-    costs = [Line(what, key, -total(rows, key)) for key, what in COSTS.items() if has(rows, key)]
+             Line("rollouts as they were", "time/rollout", rollout), *parts,
+             Line("saved", "time/saved", saved, "sum"), *costs]
     if costs:
         net = saved + sum(cost.seconds for cost in costs)
-        lines += [*costs, Line("saved less costs", "", net, "sum")]
+        lines.append(Line("saved less costs", "", net, "sum"))
     plain_step = step + saved - total(rows, "time/distill")  # start-up is in no step
     return Account(lines, rollout + saved, saved, (rollout + saved) / rollout,
                    plain_step / step if step > 0 else np.nan, mean(rows, "time/cost_error"))
 
 
 def drafts(rows: Rows) -> list[tuple[str, int, int]]:
-    """Returns (drafter, tokens drafted, tokens accepted), that of all first; [] without drafts."""
+    """Returns (drafter, tokens drafted, tokens accepted), all drafters first; [] without drafts."""
     names = sorted({key.split("/")[1] for row in rows for key in row
                     if key.startswith("draft/") and key.endswith("/drafted")})
-    counted = [("all", "rollout"), *((name, f"draft/{name}") for name in names)]
-    drafts = [(name, int(total(rows, f"{of}/drafted")), int(total(rows, f"{of}/accepted")))
+    counted = [("all", "rollout"), *((name, f"draft/{name}") for name in names if len(names) > 1)]
+    lines = [(name, int(total(rows, f"{of}/drafted")), int(total(rows, f"{of}/accepted")))
              for name, of in counted]
-    return [line for line in drafts[:1 if len(names) < 2 else None] if line[1] > 0]
+    return [line for line in lines if line[1] > 0]
 
 
 def phases(rows: Rows) -> list[tuple[str, float, float]]:
@@ -113,33 +102,34 @@ def last(rows: Rows, key: str) -> float:
 def highlights(rows: Rows) -> list[tuple[str, str]]:
     """Returns the few numbers at the top of the page: (what, value)."""
     spent, tenth, reward = account(rows), max(len(rows) // 10, 1), column(rows, "reward/mean")
-    out = [("reward, first and last " + ("step" if tenth == 1 else f"{tenth} steps"),
-            f"{np.mean(reward[:tenth]):.3f} → {np.mean(reward[-tenth:]):.3f}")]
-    if has(rows, "eval/accuracy"):
-        out.append((f"best held-out accuracy, after step {last(rows, 'eval/best_step'):.0f}",
-                    f"{finite(rows, 'eval/accuracy').max():.3f}"))
-    if has(rows, "rollout/tokens_per_second"):
-        out.append(("tokens/s of rollout", f"{mean(rows, 'rollout/tokens_per_second'):.0f}"))
-    if has(rows, "rollout/accept_length"):
-        out.append(("accept length", f"{mean(rows, 'rollout/accept_length'):.2f}"))
-    if spent:
-        out.append(("speed-up of rollouts, predicted", f"{spent.speedup:.2f}x"))
-    return out
+    return [
+        ("reward, first and last " + ("step" if tenth == 1 else f"{tenth} steps"),
+         f"{np.mean(reward[:tenth]):.3f} → {np.mean(reward[-tenth:]):.3f}"),
+        *_recorded(rows, [
+            (f"best held-out accuracy, after step {last(rows, 'eval/best_step'):.0f}",
+             "eval/accuracy", f"{max(finite(rows, 'eval/accuracy'), default=0):.3f}"),
+            ("tokens/s of rollout", "rollout/tokens_per_second",
+             f"{mean(rows, 'rollout/tokens_per_second'):.0f}"),
+            ("accept length", "rollout/accept_length",
+             f"{mean(rows, 'rollout/accept_length'):.2f}")]),
+        *([("speed-up of rollouts, predicted", f"{spent.speedup:.2f}x")] if spent else [])]
 
 
 def totals(rows: Rows, lengths: Mapping[int, int]) -> list[tuple[str, str]]:
     """Returns the numbers of the run as a whole, (what, value), given how many responses have each
     length."""
-    profiled = total(rows, "time/profiling") / max(
-        total(rows, "time/startup") + total(rows, "time/step"), 1e-9)
-    optional = (  # shown if the run recorded the metric
-        ("time in steps", "time/step", f"{total(rows, 'time/step') / 60:.1f} min"),
-        ("seconds of start-up", "time/startup", f"{total(rows, 'time/startup'):.0f}"),
-        ("measuring what rounds cost, of start-up and steps", "time/profiling", f"{profiled:.1%}"),
-        ("response length, mean", "response/length_mean",
-         f"{mean(rows, 'response/length_mean'):.1f}"),
-        ("faults of the drafter", "drafter/faults", f"{last(rows, 'drafter/faults'):.0f}"),
-        ("compilations, last step", "compilations", f"{last(rows, 'compilations'):.0f}"))
-    return [("steps", f"{len(rows)}"), ("sequences", f"{sum(lengths.values()):,}"),
-            ("tokens", f"{sum(n * count for n, count in lengths.items()):,}"),
-            *((name, text) for name, key, text in optional if has(rows, key))]
+    return [
+        ("steps", f"{len(rows)}"), ("sequences", f"{sum(lengths.values()):,}"),
+        ("tokens", f"{sum(n * count for n, count in lengths.items()):,}"),
+        *_recorded(rows, [
+            ("time in steps", "time/step", f"{total(rows, 'time/step') / 60:.1f} min"),
+            ("seconds of start-up", "time/startup", f"{total(rows, 'time/startup'):.0f}"),
+            ("response length, mean", "response/length_mean",
+             f"{mean(rows, 'response/length_mean'):.1f}"),
+            ("faults of the drafter", "drafter/faults", f"{last(rows, 'drafter/faults'):.0f}"),
+            ("compilations, last step", "compilations", f"{last(rows, 'compilations'):.0f}")])]
+
+
+def _recorded(rows: Rows, lines: list[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """Returns (what, value) of those lines (what, metric, value) whose metric the run recorded."""
+    return [(what, value) for what, key, value in lines if has(rows, key)]
