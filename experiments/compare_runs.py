@@ -35,12 +35,12 @@ from specrl_jax.evaluation.compare import (
     config_differences,
     equal_bits,
 )
-from specrl_jax.metrics.progress import say
 from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.source import run_config
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.paths import output_file
+from specrl_jax.runtime.stderr import say
 from specrl_jax.training.audit import Replay, Ruling, replay, rule
 
 EQUAL, REAL, BAD_INPUT = 0, 1, 2

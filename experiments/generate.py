@@ -17,9 +17,9 @@ from absl import flags
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.generate import Generation, Generator, generate
-from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.stderr import say
 
 flags.adopt_module_key_flags(run_flags)
 PROMPT = flags.DEFINE_string("prompt", None, "the question")

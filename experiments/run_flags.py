@@ -11,9 +11,9 @@ from absl import flags
 from specrl_jax import sharding
 from specrl_jax.checkpoint.checkpoints import BEST
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor, fit_mesh, open_actor
 from specrl_jax.runtime.paths import local_path
+from specrl_jax.runtime.stderr import say
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "

@@ -22,9 +22,9 @@ from interrupt import stops
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
 from specrl_jax.data.prompts import make_prompts
-from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.runtime.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.runtime.stderr import say
 
 from . import arms, grids, results, tables
 from .arms import Cell

@@ -28,9 +28,9 @@ from rich.table import Table
 from specrl_jax.config import Config, as_dict, override
 from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.data.examples import load_examples
-from specrl_jax.metrics.progress import say
 from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.stderr import say
 
 from .subprocess_runner import train_in_subprocess
 

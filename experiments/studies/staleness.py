@@ -32,9 +32,9 @@ from bench import results
 from specrl_jax.checkpoint.resume import check_config
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
-from specrl_jax.metrics.progress import say
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.machine import give_back
+from specrl_jax.runtime.stderr import say
 
 from . import staleness_account, staleness_arms
 from .staleness_account import PLAIN

@@ -11,6 +11,7 @@ A step's directory, named by the number of completed RL steps: `state/` (the arr
 """
 
 import contextlib
+import itertools
 import json
 import shutil
 import time
@@ -229,31 +230,24 @@ class Checkpoints:
 
 
 def _set_aside(step_dir: Path) -> Path:
-    target, count = step_dir.with_name(f"{step_dir.name}.damaged"), 1
-    while target.exists():
-        count += 1
-        target = step_dir.with_name(f"{step_dir.name}.damaged-{count}")
-    return step_dir.rename(target)
-
-
-def _intact(directory: Path, step: int) -> Path:
-    step_dir = directory / str(step)
-    if not step_dir.is_dir():
-        have = ", ".join(map(str, list_steps(directory))) or "none"
-        raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
-    reason = damage(step_dir)
-    if reason is not None:
-        raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
-    return step_dir
+    names = (f"{step_dir.name}.damaged{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+    targets = (step_dir.with_name(name) for name in names)
+    return step_dir.rename(next(target for target in targets if not target.exists()))
 
 
 @contextlib.contextmanager
-def _reading(step_dir: Path) -> Iterator[None]:
-    """Raises CheckpointError for whatever Orbax raises, which is of many types, and says so if a
-    run deletes the checkpoint that is read in the block."""
+def _reading(directory: str | Path, step: int) -> Iterator[Path]:
+    """Gives the directory of an intact checkpoint. Raises CheckpointError for whatever Orbax
+    raises in the block, also where a run deletes the checkpoint meanwhile."""
+    step_dir = Path(directory).absolute() / str(step)
     whole = (step_dir / CHECKSUMS).exists()
     try:
-        yield
+        if not step_dir.is_dir():
+            have = ", ".join(map(str, list_steps(directory))) or "none"
+            raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
+        if reason := damage(step_dir):
+            raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
+        yield step_dir
     except Exception as error:
         time.sleep(DELETION if whole else 0)
         if whole and not (step_dir / CHECKSUMS).exists():
@@ -283,20 +277,15 @@ def _brief(error: BaseException) -> str:
 
 def read_meta(directory: str | Path, step: int) -> Json:
     """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
-    directory = Path(directory).absolute()
-    with _reading(directory / str(step)):
-        return _note(_intact(directory, step))["meta"]
+    with _reading(directory, step) as step_dir:
+        return _note(step_dir)["meta"]
 
 
 def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[Any]]:
     """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
-
-    Raises:
-      CheckpointError: it is missing, damaged, or lacks the entry, or a run deletes it meanwhile.
-    """
-    directory = Path(directory).absolute()
-    with _reading(directory / str(step)):
-        return _saved(_intact(directory, step), key)
+    Raises as `restore_part`."""
+    with _reading(directory, step) as step_dir:
+        return _saved(step_dir, key)
 
 
 def _saved(step_dir: Path, key: str) -> dict[str, list[Any]]:
@@ -316,9 +305,8 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
     Raises:
       CheckpointError: it is missing, damaged, or lacks the entry, or a run deletes it meanwhile.
     """
-    directory = Path(directory).absolute()
-    with _reading(directory / str(step)):
-        return _restore_part(_intact(directory, step), key, abstract)
+    with _reading(directory, step) as step_dir:
+        return _restore_part(step_dir, key, abstract)
 
 
 def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:

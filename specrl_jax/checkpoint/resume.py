@@ -8,8 +8,9 @@ are refused.
 
 import datetime
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -93,35 +94,34 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
 
 def check_same(config: Json) -> None:
     """Checks that all processes of a run were given the same config, except for paths of files.
-
-    Raises:
-      ConfigError: it names the first field that differs.
-    """
+    Raises ConfigError naming the first field that differs."""
     mine = flat(json.loads(json.dumps(config)))
-    for other, told in enumerate(processes.share("the config", mine)):
-        for field in [name for name in mine | told if name not in PLACES]:
-            value, theirs = (of.get(field, ABSENT) for of in (mine, told))
-            check(theirs == value, field, value, f"process {other} has {theirs!r}; give all "
-                  f"processes the same flags, and the same version of this package")
+    for other, field, theirs in _differing("the config", mine):
+        check(field in PLACES, field, mine.get(field, ABSENT), f"process {other} has {theirs!r}; "
+              "give all processes the same flags, and the same version of this package")
 
 
 def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> None:
-    """Checks that what the paths of files hold is the same in all processes of a run.
+    """Checks that what the paths of files hold is the same in all processes of a run. Raises
+    ConfigError naming the first field whose content differs.
 
     Args:
-      contents: digests by the config field that names the place, and by what they are of.
-
-    Raises:
-      ConfigError: it names the first field whose content differs.
+      contents: digests by the config field that names the path, and by what they are of.
     """
-    values = flat(json.loads(json.dumps(config)))
-    mine: Json = {field: dict(digests) for field, digests in contents.items()}
-    for other, told in enumerate(processes.share("the files", mine)):
-        for field, digests in mine.items():
-            theirs = told.get(field) or {}
-            for part, value in digests.items():
-                check(theirs.get(part) == value, field, values[field], f"process {other} has "
-                      f"others there ({part}); give all processes the same files")
+    mine = {f"{field} {part}": value for field, digests in contents.items()
+            for part, value in digests.items()}
+    for other, name, _ in _differing("the files", mine):
+        field, _, part = name.partition(" ")
+        check(False, field, flat(config)[field], f"process {other} has others there ({part}); "
+              "give all processes the same files")
+
+
+def _differing(name: str, mine: Json) -> Iterator[tuple[int, str, Any]]:
+    """Yields (process, key, its value) wherever another process has another value."""
+    for other, values in enumerate(processes.share(name, mine)):
+        for key in mine | values:
+            if values.get(key, ABSENT) != mine.get(key, ABSENT):
+                yield other, key, values.get(key, ABSENT)
 
 
 def _refused(workdir: Path, fields: list[str], before: str, now: str) -> ConfigError:
@@ -182,13 +182,7 @@ def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callab
     """Warns of prompts that the chat template renders otherwise than when the run was started.
 
     A template may hold the date. The first call records a checksum of each prompt, after
-    `check_data`, which refuses other examples.
-
-    Args:
-      name: the part of the data.
-
-    Raises:
-      ConfigError: DATA cannot be read.
+    `check_data`, which refuses other examples; `name` is the part of the data.
     """
     now = [digest([text])[:8] for text in texts]
     path, key = workdir / DATA, f"{RENDERED} {name}"
@@ -197,12 +191,9 @@ def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callab
         if jax.process_index() == 0:
             record = {"on": datetime.date.today().isoformat(), "digests": now}
             write_atomically(path, json.dumps(stored | {key: record}) + "\n")
-    elif (not isinstance(then, dict) or "on" not in then
-          or not isinstance(then.get("digests"), list)):
-        raise ConfigError(f"{path}: {key!r} is damaged; remove the file, and nothing is compared")
     elif then["digests"] != now:
-        first = next((i for i, pair in enumerate(zip(now, then["digests"], strict=False))
-                      if pair[0] != pair[1]), 0)
+        differs = [a != b for a, b in zip(now, then["digests"], strict=False)]
+        first = differs.index(True) if True in differs else 0
         warn(f"the chat template renders the {name} prompts otherwise than when the run was "
              f"started on {then['on']}, first number {first}: {texts[first][:60]!r}...; if it "
              f"holds the date, data.date={then['on']} restores them")

@@ -10,10 +10,10 @@ import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
-from specrl_jax.config.lora import LORA_TARGETS, check_lora
 from specrl_jax.config.rl import OF_GROUPS, RLConfig
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
@@ -168,7 +168,13 @@ class LearnerConfig(Section, prefix="learner"):
         super().__post_init__()
         self.check(self.schedule == "constant" or self.decay_steps > 0, "decay_steps",
                    f"give the updates in which the {self.schedule} schedule ends")
-        check_lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+        unknown = [name for name in self.lora_targets if name not in LORA_TARGETS]
+        self.check(not unknown, "lora_targets", f"no projection is called {', '.join(unknown)}; "
+                   f"choose from {', '.join(LORA_TARGETS)}")
+        self.check(len(set(self.lora_targets)) == len(self.lora_targets) > 0, "lora_targets",
+                   "name at least one projection, and each once")
+        self.check(self.lora_rank > 0 or self.lora_alpha == 0, "lora_alpha", "scales adapters, and "
+                   "there are none: set learner.lora_rank, or leave it out")
         self.check(self.optimizer != "muon" or self.lora_rank == 0, "optimizer",
                    "takes the matrices of layers, and adapters leave those; use adamw or lion")
 

@@ -50,13 +50,9 @@ class Examples(Sequence):
                 found[name] = _asked(value, where)
                 continue
             check(not isinstance(value, NoneType | Mapping | list), f"data.{name}_field", field,
-                  f"{where} has {_json(value)} there; give a text or a number")
+                  f"{where} has {reprlib.repr(value)} there; give a text or a number")
             found[name] = str(value)
         return {**row, **found}
-
-
-def _json(value: Any) -> str:
-    return "null" if value is None else reprlib.repr(value)
 
 
 def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:

@@ -27,11 +27,6 @@ def split_of_time(metrics: Metrics) -> str:
     return "time% " + " ".join(f"{name} {100 * s / total:.0f}" for name, s in shares.items())
 
 
-def say(text: str) -> None:
-    """Prints a line on stderr at once, so that results on stdout stay clean."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def duration(seconds: float) -> str:
     """Returns seconds as 42s, 3m07s or 2h05m."""
     s = round(seconds)

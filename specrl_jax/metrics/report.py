@@ -4,7 +4,7 @@ import collections
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -24,13 +24,6 @@ SHOWN = {"prompt_id": int, "sample_id": int, "prompt": str, "completion": str,
 SAMPLES_SHOWN, TEXT_SHOWN = 8, 1200
 
 
-class Samples(NamedTuple):
-    """What a report shows of samples.jsonl."""
-
-    lengths: collections.Counter[int]  # how many responses have each length
-    last: Rows  # those of the last step
-
-
 def write_report(workdir: str | Path) -> Path:
     """Writes report.html from the files of a run, finished or not, and returns its path.
 
@@ -46,15 +39,15 @@ def write_report(workdir: str | Path) -> Path:
             if key not in row:
                 raise ConfigError(f"{workdir / METRICS}: {key!r} is missing in step {row['step']}: "
                                   f"a report needs {', '.join(REQUIRED)}")
-    samples = summarize(workdir)
+    lengths, latest = summarize(workdir)
     config = read_config(workdir) or {}
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined,
                                   trim_blocks=True, lstrip_blocks=True)
     html = template.from_string(PAGE.read_text(encoding="utf-8")).render(
         name=config.get("name", workdir.name), rows=rows, highlights=highlights(rows),
-        totals=totals(rows, samples.lengths), account=account(rows), drafts=drafts(rows),
-        phases=phases(rows), figures=figures(rows, samples.lengths),
-        samples=pick_samples(samples.last), block=-(-len(rows) // MOST_POINTS),
+        totals=totals(rows, lengths), account=account(rows), drafts=drafts(rows),
+        phases=phases(rows), figures=figures(rows, lengths),
+        samples=pick_samples(latest), block=-(-len(rows) // MOST_POINTS),
         config=by_section(config), rule=flat(config).get("spec.rule"),
         lossy=last(rows, "spec/lossy") > 0,
         docs=os.path.relpath(DOCS, workdir) if DOCS.is_dir() else "")
@@ -62,18 +55,20 @@ def write_report(workdir: str | Path) -> Path:
     return workdir / REPORT
 
 
-def summarize(workdir: Path) -> Samples:
-    """Reads the samples of a run one by one: all of them may be gigabytes."""
+def summarize(workdir: Path) -> tuple[collections.Counter[int], Rows]:
+    """Returns how many responses of a run have each length, and the samples of its last step. It
+    reads samples one by one: all of them may be gigabytes."""
     lengths, latest = collections.Counter[int](), list[Mapping[str, Any]]()
     for sample in read_samples(workdir):
         check_sample(workdir, sample, SHOWN)
         if not sample.get("learned", True):
             continue
-        lengths[token_count(sample)] += 1
+        tokens = sample["tokens"]  # or their number
+        lengths[len(tokens) if isinstance(tokens, list) else tokens] += 1
         if latest and latest[0]["step"] != sample["step"]:
             latest.clear()
         latest.append(sample)
-    return Samples(lengths, latest)
+    return lengths, latest
 
 
 def by_section(config: Json) -> dict[str, list[tuple[str, Any]]]:
@@ -83,11 +78,6 @@ def by_section(config: Json) -> dict[str, list[tuple[str, Any]]]:
         section, _, field = name.rpartition(".")
         sections.setdefault(section, []).append((field, value))
     return sections
-
-
-def token_count(sample: Mapping[str, Any]) -> int:
-    """Returns the length of a response; samples.jsonl may hold token ids or their number."""
-    return len(sample["tokens"]) if isinstance(sample["tokens"], list) else sample["tokens"]
 
 
 def pick_samples(latest: Rows) -> Rows:

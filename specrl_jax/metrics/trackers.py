@@ -32,10 +32,6 @@ class RunInfo(NamedTuple):
     options: TrackConfig
     history: Callable[[], Iterator[Step]]  # the steps that the run has done before
 
-    def shown(self, samples: Sequence[Json]) -> Sequence[Json]:
-        """Returns the samples of a step that a table shows."""
-        return samples[:SHOWN]
-
 
 class Tracker(Protocol):
     """Shows steps as they come."""
@@ -108,7 +104,7 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.summary import scalar, text
 
-        self._info, place = info, info.workdir / EVENTS
+        place = info.workdir / EVENTS
         if place.exists():
             shutil.rmtree(place)
         place.mkdir()
@@ -123,8 +119,8 @@ class TensorBoard:
         step, when = metrics["step"], metrics[WALL_TIME]
         for name, value in numbers(metrics):
             self._add(self._scalar(name, value), step, when)
-        if shown := self._info.shown(samples):
-            self._add(self._text("samples", table(shown)), step, when)
+        if samples:
+            self._add(self._text("samples", table(samples[:SHOWN])), step, when)
         self._events.flush()
 
     def _add(self, summary: Any, step: int, when: float) -> None:

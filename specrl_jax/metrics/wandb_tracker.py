@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
-from specrl_jax.metrics.trackers import COLUMNS, RunInfo, numbers
+from specrl_jax.metrics.trackers import COLUMNS, SHOWN, RunInfo, numbers
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.structs import Json
 
@@ -29,7 +29,6 @@ class WeightsAndBiases:
     """
 
     def __init__(self, info: RunInfo) -> None:
-        self._info = info
         self._run = wandb.init(
             project=info.options.project, name=info.config.get("name"), id=run_id(info.workdir),
             resume="allow", dir=str(info.workdir), config=info.config,
@@ -38,8 +37,8 @@ class WeightsAndBiases:
     def write(self, metrics: Json, samples: Sequence[Json]) -> None:
         """Logs a step; W&B ignores those that it has already."""
         values = dict(numbers(metrics))
-        if shown := self._info.shown(samples):
-            rows = [[x.get(name) for name in COLUMNS] for x in shown]
+        if samples:
+            rows = [[x.get(name) for name in COLUMNS] for x in samples[:SHOWN]]
             values["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
         self._run.log(values, step=metrics["step"])
 

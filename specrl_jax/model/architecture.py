@@ -86,12 +86,16 @@ def describe(arch: Architecture, stacked: bool = False) -> dict[str, Any]:
     if arch.qk_norm:
         layer["q_norm"] = layer["k_norm"] = Param((e,), (None,), 0)
     table = Param((a.vocab_size, f), ("vocab", "embed"), std)
-    each: Any = [dict(layer) for _ in range(a.num_layers)]
-    if stacked:
-        each = {name: Param((a.num_layers, *p.shape), (None, *p.axes), p.std)
-                for name, p in layer.items()}
-    tree = {"embed": table, "final_norm": norm, "layers": each}
+    tree = {"embed": table, "final_norm": norm, "layers": repeated(arch, layer, stacked)}
     return tree if arch.tied else tree | {"head": table}
+
+
+def repeated(arch: Architecture, layer: dict[str, Any], stacked: bool) -> Any:
+    """Returns the description of all layers, given that of one."""
+    if not stacked:
+        return [layer] * arch.num_layers
+    return jax.tree.map(lambda p: Param((arch.num_layers, *p.shape), (None, *p.axes), p.std), layer,
+                        is_leaf=is_param)
 
 
 def is_param(x: Any) -> bool:

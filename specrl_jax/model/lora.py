@@ -40,10 +40,7 @@ def describe(arch: Architecture, options: LearnerConfig, stacked: bool = False) 
               "out of learner.lora_targets")
         layer[name] = {"a": _param([(rank, None), *within], (3 * width) ** -0.5),
                        "b": _param([*out, (rank, None)], 0)}
-    if not stacked:
-        return {"layers": [layer] * arch.num_layers}
-    return {"layers": jax.tree.map(lambda p: Param((arch.num_layers, *p.shape), (None, *p.axes),
-                                                   p.std), layer, is_leaf=is_param)}
+    return {"layers": architecture.repeated(arch, layer, stacked)}
 
 
 def _param(axes: list[tuple[int, str | None]], std: float) -> Param:

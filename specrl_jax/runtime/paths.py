@@ -127,9 +127,8 @@ def new_directory(field: str, directory: str | os.PathLike[str]) -> Iterator[Pat
     """
     target = output_directory(field, directory).absolute()
     exists = target.is_dir()
-    made = next((p for p in reversed(target.parents) if not p.exists()), None)
+    made = [p for p in target.parents if not p.exists()]  # the innermost first
     partial = (target if exists else target.parent) / f".{uuid.uuid4().hex}.partial"
-    moved: list[Path] = []
     try:
         with writing(target):
             partial.mkdir(parents=True)
@@ -138,24 +137,16 @@ def new_directory(field: str, directory: str | os.PathLike[str]) -> Iterator[Pat
                 check(list(target.iterdir()) == [partial], field, str(directory),
                       f"another process has written there meanwhile; {ELSEWHERE}")
                 for path in list(partial.iterdir()):
-                    moved.append(path.rename(target / path.name))
+                    path.rename(target / path.name)
                 partial.rmdir()
             else:
                 os.replace(partial, target)
     except BaseException:
-        for path in (*moved, partial):
-            _remove(path)
-        for parent in target.parents[: target.parents.index(made) + 1] if made else ():
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
             with contextlib.suppress(OSError):  # another process writes there, too
                 parent.rmdir()
         raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def user_cache(name: str) -> Path | None:

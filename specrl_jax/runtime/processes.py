@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError, check
+from specrl_jax.runtime.stderr import say
 from specrl_jax.structs import Json
 
 T = TypeVar("T")
@@ -30,11 +30,6 @@ HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a proces
 GRACE = 3.0  # seconds that process 0, which hosts JAX's service, leaves the others to end
 FAILED = 2  # exit status
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # of a device: the fault of no other process
-
-
-def loud(text: str) -> None:
-    """Prints a line on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None,
@@ -54,7 +49,7 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
     late = (f"error: --distributed: {others} did not come within {patience:.0f} s; start all "
             "processes with the same --coordinator and --processes")
     try:
-        with _after(SAY_AFTER, loud, f"waiting for {others}"), _after(patience, _fail, late):
+        with _after(SAY_AFTER, say, f"waiting for {others}"), _after(patience, _fail, late):
             jax.distributed.initialize(coordinator, processes, process,
                                        initialization_timeout=int(patience) + 3600,
                                        heartbeat_timeout_seconds=HEARTBEAT)
@@ -64,7 +59,7 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
 
 
 def _fail(line: str) -> None:
-    loud(line)
+    say(line)
     os._exit(FAILED)  # a normal exit would wait for the others
 
 
@@ -102,7 +97,7 @@ def share(name: str, value: Json) -> list[Json]:
     """Returns the `value` of every process, in their order; all must make the same calls."""
     if jax.process_count() == 1:
         return [value]
-    with _after(SAY_AFTER, loud, f"waiting for the other processes: {name}"):
+    with _after(SAY_AFTER, say, f"waiting for the other processes: {name}"):
         return [json.loads(text) for text in _gather(json.dumps(value).encode())]
 
 

@@ -1,8 +1,13 @@
-"""Warnings where nothing else shows them."""
+"""Lines on stderr, so that results on stdout stay clean."""
 
 import sys
 
 
+def say(text: str) -> None:
+    """Prints a line on stderr at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
     """Prints a warning on stderr."""
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    say(f"WARNING: {text}")

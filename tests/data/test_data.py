@@ -349,7 +349,7 @@ def test_jsonl_question_may_be_chat_messages(tmp_path):
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end with"),
     ([{"role": "robot", "content": "a"}], 'message {"role": "robot".* must have a role among'),
     ([{"role": ["user"], "content": "a"}], "must have a role among"),
-    (None, "has null there"), ([{"role": "user", "content": 3}], "and a text as its content"),
+    (None, "has None there"), ([{"role": "user", "content": 3}], "and a text as its content"),
     ({"text": "1+1?"}, "has {'text': '1.1.'} there; give a text or a number")])
 def test_jsonl_chat_that_asks_nothing_is_refused(tmp_path, chat, words):
     path = write_jsonl(tmp_path / "x.jsonl", json.dumps({"question": chat, "answer": "2"}))

@@ -208,9 +208,9 @@ def test_samples_alternate_best_and_worst_of_the_last_step(tmp_path):
                for s, rewards in ((0, [9.0]), (1, [0.0, 1.0, 0.25, 0.5]))
                for i, r in enumerate(rewards)]
     (tmp_path / SAMPLES).write_text("".join(map(encode, samples)))
-    found = report.summarize(tmp_path)
-    assert [s["reward"] for s in report.pick_samples(found.last)] == [1.0, 0.0, 0.5, 0.25]
-    assert found.lengths == {1: 2, 2: 1, 3: 1, 4: 1}
+    lengths, latest = report.summarize(tmp_path)
+    assert [s["reward"] for s in report.pick_samples(latest)] == [1.0, 0.0, 0.5, 0.25]
+    assert lengths == {1: 2, 2: 1, 3: 1, 4: 1}
 
 
 def test_samples_are_read_one_by_one(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_samples_are_read_one_by_one(tmp_path, monkeypatch):
     samples = (SAMPLE | {"step": i // 100, "completion": "x" * 1000} for i in range(100_000))
     monkeypatch.setattr(report, "read_samples", lambda workdir: samples)
     tracemalloc.start()
-    found = report.summarize(tmp_path)
-    assert found.lengths.total() == 100_000 and len(found.last) == 100
+    lengths, latest = report.summarize(tmp_path)
+    assert lengths.total() == 100_000 and len(latest) == 100
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

@@ -21,7 +21,7 @@ from helpers import (
 from specrl_jax import sharding
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig, RewardConfig, RLConfig
-from specrl_jax.config.lora import LORA_TARGETS
+from specrl_jax.config.sections import LORA_TARGETS
 from specrl_jax.model import architecture, layers, lora
 from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors

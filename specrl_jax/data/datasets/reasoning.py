@@ -92,11 +92,7 @@ def generate(text: str, seed: int) -> Json:
 def maker(text: str) -> Callable[[int], Any]:
     """Returns a function from a seed to a dataset of one example of the task."""
     task = parse(text)
-    return functools.partial(_dataset, task.name, dict(task.options))
-
-
-def _dataset(name: str, options: dict[str, Any], seed: int) -> Any:
-    return factory.create_dataset(name, seed=seed, size=1, **options)
+    return lambda seed: factory.create_dataset(task.name, seed=seed, size=1, **task.options)
 
 
 def score(answer: str, task: str, seed: int) -> float:
