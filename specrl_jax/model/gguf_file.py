@@ -1,6 +1,7 @@
 """Models in one GGUF file: metadata to architecture, tensors to Hugging Face's names and layout."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.fields import REPAIR, Fields
-from specrl_jax.model.tensors import (
-    EMBED,
-    FINAL_NORM,
-    HEAD,
-    Part,
-    Tensors,
-    layer_name,
-    slices,
-)
+from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Part, Tensors, layer_name, slices
 from specrl_jax.model.transformer import frequencies
 
 ROPE_FREQS, EMBEDDING = "rope_freqs.weight", "token_embd.weight"
@@ -137,14 +130,10 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Returns Llama's name of a tensor; an unknown name as it is, which `check_tensors` refuses."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    block, _, rest = name.partition(".")
-    layer, _, part = rest.partition(".")
-    part, _, kind = part.rpartition(".")
-    if block != "blk" or not layer.isdecimal() or part not in layer_names:
-        return name
-    return layer_name(int(layer), f"{layer_names[part]}.{kind}")
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(\w+)", name)
+    if match is None or match[2] not in layer_names:
+        return TOP_NAMES.get(name, name)
+    return layer_name(int(match[1]), f"{layer_names[match[2]]}.{match[3]}")
 
 
 def _shape(record: gguf.ReaderTensor) -> tuple[int, ...]:

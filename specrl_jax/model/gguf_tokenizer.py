@@ -118,10 +118,8 @@ def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _score_merges(file: GgufFile) -> list[tuple[str, str]]:
-    """Every split of every token into two tokens, highest score first.
-
-    SentencePiece joins whichever neighbours give the token of highest score.
-    """
+    """Returns every split of every token into two tokens, highest score first: SentencePiece joins
+    whichever neighbours give the token of highest score."""
     tokens = file.fields.items("tokenizer.ggml.tokens", str)
     kinds = file.fields.items("tokenizer.ggml.token_type", int, len(tokens))
     scores = file.fields.items("tokenizer.ggml.scores", float, len(tokens))

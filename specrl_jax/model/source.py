@@ -24,8 +24,6 @@ from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.runtime.workdir import BEST_FILE, CONFIG, read_config, read_object
 from specrl_jax.structs import Params, PyTree
 
-ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
-
 
 @dataclasses.dataclass
 class Actor:
@@ -72,7 +70,7 @@ class Actor:
         if self.step == 0 or self.run is None:
             raise ConfigError("--run: name a run with a checkpoint, whose adapters are read")
         checkpoints = self.run / CHECKPOINTS
-        for _ in range(ATTEMPTS):
+        while True:
             try:
                 stored = saved_leaves(checkpoints, self.step, "actor")
                 stacked = not any(name.startswith("actor/layers/0/") for name in stored)
@@ -85,8 +83,6 @@ class Actor:
                 if not self.newest or (newest := _newest(self.run)) == self.step:
                     raise
                 self.step = newest
-        raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
-                          f"or raise checkpoint_every or checkpoint_keep")
 
     def _initial(self, mesh: Mesh, stacked: bool) -> Params:
         described = architecture.describe(self.source.arch, stacked)
@@ -117,14 +113,11 @@ def open_actor(config: Config, run: Path | None = None, step: int | str | None =
     if run is None and step:
         raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
     newest = run is not None and step is None
-    if run is not None and step is None:
-        step = _newest(run)
-    elif run is not None and step == BEST:
-        step = best_step(run)
-    step = int(step or 0)
-    at_least(0, step=step)
+    if run is not None:
+        step = _newest(run) if newest else best_step(run) if step == BEST else step
+    at_least(0, step=int(step or 0))
     source = weights.describe_source(config.model.path, family=config.model.family)
-    return Actor(source, run, step, newest, config.learner)
+    return Actor(source, run, int(step or 0), newest, config.learner)
 
 
 def _newest(run: Path) -> int:

@@ -102,7 +102,7 @@ def of_config(config: RewardConfig, warn: Callable[[str], None] = lambda text: N
         if name in away:
             return functools.partial(_in_workers, pool, name)
         run = _at_once if name in batched else _one_by_one
-        return functools.partial(run, name, here[name], config.on_failure == STOP)
+        return functools.partial(run, name, here[name])
 
     return Judge({name: term(name) for name in terms}, config.weights, config.on_failure, warn,
                  bool(batched))
@@ -154,23 +154,19 @@ def _failure(name: str, completion: str, example: Example, problem: str) -> Rewa
                        f"{_short.repr(completion)}: {problem}")
 
 
-def _outcome(stops: bool, value: Callable[[], float]) -> Outcome:
-    """Returns a value, or its failure unless that `stops` the run."""
+def _outcome(function: Callable[..., float], *args: Any) -> Outcome:
+    """Returns a value, or its failure."""
     try:
-        return Outcome(value())
+        return Outcome(function(*args))
     except RewardError as error:
-        if stops:
-            raise
         return Outcome(error=str(error))
 
 
-def _one_by_one(name: str, function: Reward, stops: bool, answers: Sequence[Answer]
-                ) -> list[Outcome]:
-    return [_outcome(stops, functools.partial(evaluate, name, function, *answer))
-            for answer in answers]
+def _one_by_one(name: str, function: Reward, answers: Sequence[Answer]) -> list[Outcome]:
+    return [_outcome(evaluate, name, function, *answer) for answer in answers]
 
 
-def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -> list[Outcome]:
+def _at_once(name: str, function: Any, answers: Sequence[Answer]) -> list[Outcome]:
     """Returns the values of a term that wants the whole batch; see `reward.batched`."""
     if not answers:
         return []
@@ -182,11 +178,9 @@ def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -
             if len(values) != len(answers):
                 raise ValueError(f"returned {len(values)} values; give one an answer")
     except RewardError as error:
-        if stops:
-            raise
         return [Outcome(error=str(error))] * len(answers)
-    return [_outcome(stops, functools.partial(_finite, name, value, completion, example))
-            for value, completion, example in zip(values, completions, examples, strict=True)]
+    return [_outcome(_finite, name, *one)
+            for one in zip(values, completions, examples, strict=True)]
 
 
 def _in_workers(pool: Workers, name: str, answers: Sequence[Answer]) -> list[Outcome]:
