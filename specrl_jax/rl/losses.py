@@ -8,7 +8,7 @@ learner skips the update.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from specrl_jax.config import Registry, RLConfig
 from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
-
-NORMALIZERS = ("token", "sequence", "constant")
 
 
 class SequenceLogprobs(NamedTuple):
@@ -59,12 +57,8 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
 
     Gradients flow through `logprob` only. An unclipped token, r = 1 included, has the full gradient
     of `-r A`, whatever the bounds.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
     del mask
-    _check_tokens(logprob, old_logprob, advantage)
     return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
                       clip_low, clip_high)
 
@@ -77,9 +71,8 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
     arXiv:2507.18071, equations 5 and 7. A token's gradient is that of its own log-probability
     times the ratio (the paper's GSPO-token), which is the same where all tokens have one
-    advantage, and keeps a teacher's apart. Errors are those of `ppo_clip`.
+    advantage, and keeps a teacher's apart.
     """
-    _check_tokens(logprob, old_logprob, advantage)
     here = jax.lax.stop_gradient(logprob)
     total = jnp.sum(jnp.where(mask, here - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
@@ -93,11 +86,9 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     """Returns `-clip(r, 1 - clip_low, 1 + clip_high) A logprob`; see `Loss`.
 
     No gradient flows through the clipped ratio, so that every token keeps one: CISPO,
-    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1). Errors are those of
-    `ppo_clip`.
+    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1).
     """
     del mask
-    _check_tokens(logprob, old_logprob, advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
@@ -109,10 +100,9 @@ def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arr
     """Returns `-A logprob`, without a ratio; see `Loss`.
 
     REINFORCE, Williams 1992; with a baseline in the advantage RLOO, arXiv:2402.14740, and ReMax,
-    arXiv:2310.10505. Bounds are not read. Errors are those of `ppo_clip`.
+    arXiv:2310.10505. Bounds are not read.
     """
-    del mask, clip_low, clip_high
-    _check_tokens(logprob, old_logprob, advantage)
+    del old_logprob, mask, clip_low, clip_high
     return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
 
 
@@ -148,11 +138,7 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
     `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
     arXiv:2402.03300, equation 4. `logprob` f32[T] is of the policy that sampled, q; gradients flow
     through it only. `reference` f32[T] is of the other policy, p.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check(1, logprob=logprob, reference=reference)
     log_ratio = jax.lax.stop_gradient(reference) - logprob
     return jnp.expm1(log_ratio) - log_ratio
 
@@ -177,11 +163,7 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogp
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
       `policy/clip_fraction` and `policy/correction_fraction` (0 or 1), `policy/ratio_mean` (of the
       token, to the policy that sampled), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check(1, jnp.bool_, mask=mask)
     logprob, old_logprob = _masked(mask, logprobs.learner), _masked(mask, logprobs.old)
     terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
                           clip_low=rl.clip_low, clip_high=rl.clip_high)
@@ -215,17 +197,9 @@ def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
 
     Args:
       mask: bool[T], tokens that count.
-      normalize: one of NORMALIZERS.
       total_tokens, total_sequences: tokens and non-empty sequences of the whole batch.
       max_new_tokens: the run's limit on response tokens; T may be smaller.
-
-    Raises:
-      TypeError: `mask` is not bool of rank 1.
-      ValueError: an unknown `normalize`.
     """
-    _check(1, jnp.bool_, mask=mask)
-    if normalize not in NORMALIZERS:
-        raise ValueError(f"normalize = {normalize!r}: choose one of {', '.join(NORMALIZERS)}")
     length = jnp.sum(mask, dtype=jnp.float32)
     total = {"token": total_tokens, "sequence": total_sequences * length,
              "constant": total_sequences * max_new_tokens}[normalize]
@@ -233,26 +207,4 @@ def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
 
 
 def _masked(mask: Array, values: Array) -> Array:
-    if mask.shape != values.shape:
-        raise TypeError(f"mask {list(mask.shape)} and values {list(values.shape)} differ in shape")
     return jnp.where(mask, values, 0.0)
-
-
-def _check_tokens(logprob: Array, old_logprob: Array, advantage: Array) -> None:
-    """Raises TypeError unless these are what a `Loss` takes."""
-    if advantage.ndim:
-        _check(1, logprob=logprob, old_logprob=old_logprob, advantage=advantage)
-    else:
-        _check(1, logprob=logprob, old_logprob=old_logprob)
-        _check(0, advantage=advantage)
-
-
-def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:
-    """Raises TypeError unless all arrays have this rank and dtype, and the same shape."""
-    for name, array in arrays.items():
-        if array.ndim != rank or array.dtype != dtype:
-            raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "
-                            f"{array.dtype}{list(array.shape)}; vmap over batch axes")
-    if len({array.shape for array in arrays.values()}) > 1:
-        lengths = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise TypeError(f"lengths differ: {lengths}")

@@ -40,12 +40,10 @@ def load(config: Config, source: weights.Source, mesh: Mesh, say: Callable[[str]
       ConfigError: the teacher does not exist or has other tokens.
     """
     described = architecture.describe(source.arch, layers.are_scanned(sharding.platform(mesh)))
-    for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh,
-                                                architecture.is_param)):
+    for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh)):
         say(f"replicated, because the mesh does not divide it: {axis}")
     say(f"loading {source.source}")
-    whole = source.params(sharding.shardings(described, sharding.LEARNER_RULES, mesh,
-                                             architecture.is_param))
+    whole = source.params(sharding.shardings(described, sharding.LEARNER_RULES, mesh))
     base, params = programs.initial(config, source.arch, mesh, whole)
     identities = {"base": layers.identity(whole)} if base is not None or config.rl.kl else {}
     reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None  # updates donate params

@@ -31,7 +31,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
     is split over all data shards; everything else of it is replicated.
     """
     described = lora.trained(arch, config.learner, _scanned(mesh))
-    shardings, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
+    shardings, moments = (sharding.shardings(described, rules, mesh)
                        for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
@@ -58,7 +58,7 @@ def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | No
 def abstract_frozen(config: Config, arch: Architecture, mesh: Mesh) -> Params:
     """Returns the shapes and shardings of weights that the learner only reads."""
     described = architecture.describe(arch, _scanned(mesh))
-    shardings = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.LEARNER_RULES, mesh)
     whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), described,
                          is_leaf=architecture.is_param)
     return abstract(jax.eval_shape(lambda w: lora.freeze(w, config.model.dtype), whole), shardings)
@@ -82,7 +82,7 @@ def initial(config: Config, arch: Architecture, mesh: Mesh, weights: Params
 def merge(config: Config, arch: Architecture, mesh: Mesh) -> Program:
     """Returns the program that merges adapters into those weights of the rollout that change."""
     described = lora.merged_part(config.learner, architecture.describe(arch, _scanned(mesh)))
-    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh)
     function = functools.partial(lora.merge, config.learner, jnp.dtype(config.model.dtype))
     return Program("merge", jax.jit(function, out_shardings=shardings),
                    (abstract_base(config, arch, mesh), abstract_state(config, arch, mesh).params))

@@ -133,8 +133,7 @@ class Supervised:
         self.mesh, self.step_number, self.bad_steps = sharding.make_mesh(config.mesh), 0, 0
         described = architecture.describe(
             self.arch, layers.are_scanned(sharding.platform(self.mesh)))
-        loaded = source.params(sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
-                                                  architecture.is_param))
+        loaded = source.params(sharding.shardings(described, sharding.LEARNER_RULES, self.mesh))
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
         self._base = None if self.base is None else layers.identity(loaded)
         shardings = jax.tree.map(lambda a: a.sharding, programs.abstract_state(

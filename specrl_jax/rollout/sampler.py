@@ -310,5 +310,4 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
 
 def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
     """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
-    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
-                              architecture.is_param)
+    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh)

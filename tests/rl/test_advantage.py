@@ -88,14 +88,10 @@ def test_groups_are_strangers_and_order_follows_samples():
     np.testing.assert_allclose((whole**2).mean(axis=1), 1.0, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rewards, error, words", [
-    (np.zeros((1, 2)), TypeError, r"float64\[1, 2\]"),
-    (f32([0, 1]), TypeError, r"float32\[2\]"),
-    (f32([[0, 1], [np.nan, 1]]), ValueError, "nan of group 1, sample 0")])
 @pytest.mark.parametrize("name", ADVANTAGES.names())
-def test_bad_rewards_are_named(name, rewards, error, words):
-    with pytest.raises(error, match=words):
-        call(name, rewards)
+def test_rewards_that_are_not_finite_are_named(name):
+    with pytest.raises(ValueError, match="nan of group 1, sample 0"):
+        call(name, f32([[0, 1], [np.nan, 1]]))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
@@ -104,8 +100,6 @@ def test_group_of_one_is_refused_where_samples_are_compared(name):
     if name in OF_GROUPS:
         with pytest.raises(ConfigError, match=f"group_size = 1.*{name}"):
             Config(**options)
-        with pytest.raises(ValueError, match="2 samples"):
-            call(name, np.zeros((4, 1), np.float32))
     else:
         assert Config(**options).group_size == 1
 

@@ -260,31 +260,6 @@ def test_masked_positions_are_never_read(garbage, correction, loss):
     assert np.all(np.isfinite(gradient)) and np.all(gradient[jnp.array([0, 2])] != 0)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
-def test_arguments_are_checked_by_name(loss):
-    loss = pl.LOSSES.resolve(loss)
-    good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0),
-                mask=jnp.ones(3, bool))
-    with pytest.raises(TypeError, match=r"logprob must be float32 of rank 1, got float32\[2, 3\]"):
-        loss(**good | CLIP | dict(logprob=jnp.zeros((2, 3))))
-    with pytest.raises(TypeError, match=r"old_logprob must be float32 .* got bfloat16\[3\]"):
-        loss(**good | CLIP | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
-    with pytest.raises(TypeError, match=r"lengths differ: logprob \[3\], old_logprob \[1\]"):
-        loss(**good | CLIP | dict(old_logprob=jnp.zeros(1)))
-    with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0, got int32"):
-        loss(**good | CLIP | dict(advantage=jnp.int32(1)))
-    with pytest.raises(TypeError, match=r"lengths differ: .*, advantage \[2\]"):
-        loss(**good | CLIP | dict(advantage=jnp.zeros(2)))
-    rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
-    with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
-        sequence_terms(**rest | dict(mask=jnp.ones(3)))
-    with pytest.raises(TypeError, match=r"mask \[3\] and values \[1\] differ"):
-        sequence_terms(**rest | dict(reference=jnp.zeros(1)))
-    with pytest.raises(ValueError, match="normalize = 'mean': choose one of token"):
-        pl.token_weights(mask=jnp.ones(3, bool), normalize="mean", total_tokens=1.0,
-                         total_sequences=1.0, max_new_tokens=3)
-
-
 @pytest.mark.parametrize("values, words", [
     (dict(kl_estimator="k1"), "rl.kl_estimator = 'k1': its gradient in the loss has mean 0; use"),
     (dict(kl_in="reward"), "rl.kl_estimator = 'k3': taken from the reward, its gradient is near 0"),
