@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
-from specrl_jax.rollout import calibration, counted, refill
-from specrl_jax.rollout.calibration import Reliability
+from specrl_jax.rollout import host_view, refill
 from specrl_jax.rollout.decode_loop import launch
-from specrl_jax.rollout.host_view import Forecast, HostView
+from specrl_jax.rollout.host_view import Forecast, HostView, Reliability
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
@@ -220,6 +219,7 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(request)
+        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
         timer, view = StepTimer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
         control, known = speculation.control, speculation.acceptance
@@ -227,16 +227,20 @@ class Engine:
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):
-                state = self._fill_slots(state, params, drafter_params, request, view)
+                state = (self._refill(state, params, drafter_params, request, view.slots, view.done)
+                         if view.waiting.any() else self._compact(state, view))
                 jax.block_until_ready(state.root)
-            state = state.replace(**self._place(forecast.changes(view, known)))
+            changes = forecast.changes(view, known)
+            state = state.replace(**sharding.arguments(
+                {name: whole if name == "estimate" else rows for name in changes}, changes))
             with timer("launch"):
                 state, control, seen = self.launch(
                     view.batch, params, drafter_params, state, control, rounds=rounds,
                     waiting=view.waiting, force=force,
                     smaller=0 if view.waiting.any() else self.shapes.smaller(view.batch))
                 seen = jax.tree.map(np.asarray, seen)
-            trace.append(view.end_launch(seen, self.shapes.shards, self._agreed(timer.last)))
+            seconds = float(agreed(np.float64(timer.last)))
+            trace.append(view.end_launch(seen, self.shapes.shards, seconds))
             control, trace[-1].control = self.decoder.controller.end_chunk(
                 jax.tree.map(np.asarray, control), trace[-1])
             progress(int(view.done.sum()), view.done.size, int(view.length.sum()))
@@ -266,36 +270,19 @@ class Engine:
         """Returns the state of the next smaller batch, with `slots` i32[shards * rows]."""
         return self._programs["select_rows", batch](state, self.put_rows(slots))
 
-    def _place(self, fields: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Returns host arrays of a state's fields on the device; all but `estimate` are by row."""
-        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
-        return sharding.arguments({n: whole if n == "estimate" else rows for n in fields}, fields)
-
-    def _agreed(self, seconds: float) -> float:
-        """Returns process 0's seconds, because controllers of all processes must decide alike."""
-        if jax.process_count() == 1:
-            return seconds
-        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
-
     def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord],
                 timer: StepTimer, known: Acceptance) -> Result:
         """Collects what was generated and what it cost."""
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
-        judged = calibration.judge(view.outcomes, acceptance.table(
+        judged = host_view.judge(view.outcomes, acceptance.table(
             known, jax.tree.map(np.zeros_like, view.outcomes)))
-        return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
-                      by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
-                      calibration=judged, rule=self.decoder.rule,
-                      seconds=timer.total,
-                      prefill_seconds=timer["prefill"])
-
-    def _fill_slots(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                    request: RolloutRequest, view: HostView) -> RolloutState:
-        """Seats waiting sequences, or moves to a smaller batch where none wait."""
-        if view.waiting.any():
-            return self._refill(state, params, drafter_params, request, view.slots, view.done)
-        return self._compact(state, view)
+        by_drafter = {name: {kind: int(getattr(counters, kind)[:, i].sum())
+                             for kind in ("drafted", "accepted")}
+                      for i, name in enumerate(self.decoder.drafter.names)}
+        return Result(sequences=sequences, counters=host_view.total_counts(counters), trace=trace,
+                      by_drafter=by_drafter, calibration=judged, rule=self.decoder.rule,
+                      seconds=timer.total, prefill_seconds=timer["prefill"])
 
     def _refill(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
                 request: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
@@ -345,3 +332,8 @@ class Engine:
             state = self.shrink(view.batch, state, np.concatenate(taken))
             view.batch = smaller
         return state
+
+
+def agreed(tree: PyTree) -> PyTree:
+    """Returns process 0's arrays in every process, because all of them must decide alike."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)

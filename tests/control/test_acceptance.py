@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import BINS, Acceptance
-from specrl_jax.rollout.calibration import judge
+from specrl_jax.rollout.host_view import judge
 from specrl_jax.structs import DraftTree, Frontier, Path, Verdict
 
 DEPTH = 3
