@@ -6,7 +6,6 @@ acceptance by entropy over its tokens. The shortfall of later steps from that li
 own staleness; a training is due when its running mean passes a threshold.
 """
 
-
 import numpy as np
 from flax import struct
 
