@@ -131,8 +131,7 @@ def on_any_shard(flag: jax.Array) -> jax.Array:
     It must select every branch and end every loop that holds collectives over `tensor`: data shards
     that take different branches would wait for each other for ever.
     """
-    manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
+    return largest(flag.astype(jnp.int32)) > 0
 
 
 def largest(value: jax.Array) -> jax.Array:

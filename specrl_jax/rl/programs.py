@@ -106,18 +106,8 @@ def batch_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def reads_old(config: Config) -> bool:
     """Returns whether updates read log-probabilities of the policy that acted."""
-    return _steps(config) > 1 or config.learner.old_logprob == "rollout"
-
-
-def needs_logprobs(config: Config) -> bool:
-    """Returns whether a step computes log-probabilities apart from the update."""
-    kl, old = config.rl.kl, config.learner.old_logprob
-    return bool(kl) or (_steps(config) > 1 and old == "learner")
-
-
-def _steps(config: Config) -> int:
-    """Returns the optimiser steps on each rollout; only the first one's ratios are 1."""
-    return config.rl.updates * config.rl.minibatches
+    steps = config.rl.updates * config.rl.minibatches  # only the first one's ratios are 1
+    return steps > 1 or config.learner.old_logprob == "rollout"
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> tuple[Batch, Totals]:
@@ -148,7 +138,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, config)),
                                      out_shardings=replicated), (state.params, batch, base))
         return
-    if needs_logprobs(config):
+    if config.rl.kl or reads_old(config) and config.learner.old_logprob == "learner":
         yield compute_logprobs(config, arch, mesh)
     if config.rl.kl_in_reward:
         yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),
