@@ -81,7 +81,7 @@ def batch_of(rows: np.ndarray, tokens: Callable[[int], np.ndarray], columns: int
     """
     used, padded = rows >= 0, np.zeros((*rows.shape, columns), np.int32)
     for i, j in np.argwhere(used):
-        sequence = tokens(rows[i, j])
+        sequence = tokens(int(rows[i, j]))
         padded[i, j, : len(sequence)] = sequence
     taken = {name: np.where(used, of_all[rows], int(name == "first")).astype(of_all.dtype)
              for name, of_all in values.items()}

@@ -106,11 +106,7 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, layo
 def first_fit(sizes: np.ndarray, most: np.ndarray) -> list[list[int]]:
     """Returns the items of each row: each goes, in order, into the first row with room for it.
 
-    Items of at most `full` need no more rows than items of size `full` would.
-
-    Args:
-      sizes: i64[items, kinds] what each takes.
-      most: i64[kinds] what a row holds; no item takes more.
+    Args: sizes i64[items, kinds] of the items, most i64[kinds] of a row; no item takes more.
     """
     rows: list[list[int]] = []
     used = np.zeros((len(sizes), len(most)), int)

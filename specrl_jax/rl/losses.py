@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import Registry, RLConfig
-from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
+
+LIMIT = 2.0  # C of truncated importance sampling
+LOW, HIGH = 0.5, 5.0  # alpha and beta of IcePop
 
 
 class SequenceLogprobs(NamedTuple):
@@ -146,6 +148,66 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}  # rl.kl_estimator
 
 
+class Correction(Protocol):
+    """Returns a factor of each token's loss, f32[T], and where it is cut, bool[T].
+
+    It corrects for log-probabilities of the sampled tokens that rollout and learner compute
+    differently under the same weights, and sees no gradient. Keyword arguments only:
+    `old_logprob`, of the learner, and `rollout_logprob`, f32[T] each and 0 where masked; `mask`
+    bool[T], tokens that count.
+    """
+
+    def __call__(self, *, old_logprob: Array, rollout_logprob: Array, mask: Array
+                 ) -> tuple[Array, Array]: ...
+
+
+CORRECTIONS: Registry[Correction] = Registry("rl.correction", Callable)
+
+
+@CORRECTIONS.register("none")
+def no_correction(*, old_logprob: Array, rollout_logprob: Array, mask: Array
+                  ) -> tuple[Array, Array]:
+    """Returns ones: every token counts alike."""
+    del rollout_logprob
+    return jnp.ones_like(old_logprob), jnp.zeros_like(mask)
+
+
+@CORRECTIONS.register("truncated")
+def truncated(*, old_logprob: Array, rollout_logprob: Array, mask: Array) -> tuple[Array, Array]:
+    """Returns `min(exp(old_logprob - rollout_logprob), LIMIT)`.
+
+    Truncated importance sampling: Ionides, 2008, for sequences of decisions as in IMPALA,
+    arXiv:1802.01561, section 4.
+    """
+    del mask
+    ratio = jnp.exp(old_logprob - rollout_logprob)
+    return jnp.minimum(ratio, LIMIT), ratio > LIMIT
+
+
+@CORRECTIONS.register("truncated_sequence")
+def truncated_sequence(*, old_logprob: Array, rollout_logprob: Array, mask: Array
+                       ) -> tuple[Array, Array]:
+    """Returns `min(exp(sum(old_logprob - rollout_logprob)), LIMIT)`, one weight for all tokens.
+
+    The sum is over the sequence: the truncated weight of the whole response (Ionides, 2008).
+    """
+    ratio = jnp.exp(jnp.sum(jnp.where(mask, old_logprob - rollout_logprob, 0.0)))
+    weight = jnp.broadcast_to(jnp.minimum(ratio, LIMIT), mask.shape)
+    return weight, jnp.broadcast_to(ratio > LIMIT, mask.shape)
+
+
+@CORRECTIONS.register("masked")
+def masked(*, old_logprob: Array, rollout_logprob: Array, mask: Array) -> tuple[Array, Array]:
+    """Returns `exp(old_logprob - rollout_logprob)` from LOW to HIGH, and 0 outside.
+
+    IcePop: masked on both sides, as in Ring-1T, arXiv:2510.18855.
+    """
+    del mask
+    ratio = jnp.exp(old_logprob - rollout_logprob)
+    cut = (ratio < LOW) | (ratio > HIGH)
+    return jnp.where(cut, 0.0, ratio), cut
+
+
 def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogprobs,
                    advantage: Array, mask: Array, rl: RLConfig
                    ) -> tuple[Array, dict[str, Array]]:
@@ -154,10 +216,6 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogp
     GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `rl.kl`
     times an estimate of the KL to the reference. Masked positions may hold anything, NaN included:
     their terms, metrics and gradients are 0.
-
-    Args:
-      advantage, mask: see `Loss`.
-      rl: clip bounds, and the KL's coefficient and estimator.
 
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
@@ -195,10 +253,7 @@ def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
     - `constant`: sum over the sequence's tokens divided by `max_new_tokens`, then mean over
       sequences (Dr. GRPO, arXiv:2503.20783, section 3).
 
-    Args:
-      mask: bool[T], tokens that count.
-      total_tokens, total_sequences: tokens and non-empty sequences of the whole batch.
-      max_new_tokens: the run's limit on response tokens; T may be smaller.
+    The totals are those of the whole batch, without empty sequences.
     """
     length = jnp.sum(mask, dtype=jnp.float32)
     total = {"token": total_tokens, "sequence": total_sequences * length,

@@ -88,10 +88,8 @@ def expected_lengths(limit: np.ndarray, length: np.ndarray, done: np.ndarray, pa
     They follow the prompt's earlier responses, its finished samples, and all other finished
     sequences that became longer than a running one is.
 
-    Args:
-      limit: i32[Q] most tokens; length: i32[Q] so far; done: bool[Q].
-      past: i32[Q / M, K] lengths of earlier responses, 0 fills.
-      group: M, samples of a prompt, which lie together.
+    Args: limit, length i32[Q] at most and so far, done bool[Q], past i32[Q / M, K] of earlier
+      responses, where 0 pads.
     """
     ended = np.where(done, length, 0).reshape(-1, group)
     ended = np.concatenate([ended, past], 1)

@@ -57,8 +57,7 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
            ) -> CostTable | None:
     """Returns the costs in a file, in every process those of process 0; see `cost_file.load`.
 
-    Args:
-      path: of the file; empty is one in the user's cache directory.
+    An empty `path` is that of a file in the user's cache directory.
     """
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
     file = cost_file.path_of(path, wanted) if jax.process_index() == 0 else None
@@ -95,8 +94,7 @@ def least_seconds(run: Callable[[Point], float], points: Sequence[Point], allowe
                   ) -> dict[Point, float]:
     """Returns the least of what `run` returns for each point, over one or more sweeps.
 
-    Args:
-      allowed: seconds; another sweep starts only if it is expected to end within them.
+    Another sweep starts only if it is expected to end within the `allowed` seconds.
     """
     sweeps, spent = [], 0.0
     while not sweeps or (len(sweeps) < MOST_SWEEPS
