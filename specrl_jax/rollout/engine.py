@@ -23,8 +23,8 @@ from specrl_jax.rollout import host_view, refill
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.host_view import Forecast, HostView, Reliability
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
-from specrl_jax.rollout.plan import NOT_FORCED, Decoder
-from specrl_jax.rollout.slots import EMPTY, Slots
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Weights
+from specrl_jax.rollout.slots import EMPTY
 from specrl_jax.rollout.state import Speculation
 from specrl_jax.runtime.compilation import Compiler, Name, Program, abstract
 from specrl_jax.runtime.step_timer import StepTimer
@@ -220,6 +220,7 @@ class Engine:
         """
         self.layout.check(request)
         whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        weights = Weights(params, drafter_params)
         timer, view = StepTimer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
         control, known = speculation.control, speculation.acceptance
@@ -227,7 +228,7 @@ class Engine:
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):
-                state = (self._refill(state, params, drafter_params, request, view.slots, view.done)
+                state = (self._refill(weights, state, request, view)
                          if view.waiting.any() else self._compact(state, view))
                 jax.block_until_ready(state.root)
             changes = forecast.changes(view, known)
@@ -235,8 +236,8 @@ class Engine:
                 {name: whole if name == "estimate" else rows for name in changes}, changes))
             with timer("launch"):
                 state, control, seen = self.launch(
-                    view.batch, params, drafter_params, state, control, rounds=rounds,
-                    waiting=view.waiting, force=force,
+                    weights, view.batch, state, control, rounds=rounds, waiting=view.waiting,
+                    force=force,
                     smaller=0 if view.waiting.any() else self.shapes.smaller(view.batch))
                 seen = jax.tree.map(np.asarray, seen)
             seconds = float(agreed(np.float64(timer.last)))
@@ -249,9 +250,8 @@ class Engine:
         return self._result(state, view, trace, timer, known), speculation.replace(
             control=control, acceptance=acceptance.merge(known, view.outcomes, MEMORY))
 
-    def launch(self, batch: int, params: Params, drafter_params: DrafterParams,
-               state: RolloutState, control: ControlState, *, waiting: np.ndarray, rounds: int,
-               smaller: int, force: np.ndarray = UNFORCED
+    def launch(self, weights: Weights, batch: int, state: RolloutState, control: ControlState, *,
+               waiting: np.ndarray, rounds: int, smaller: int, force: np.ndarray = UNFORCED
                ) -> tuple[RolloutState, ControlState, PyTree]:
         """Runs a compiled launch, which uses up `state`.
 
@@ -264,7 +264,7 @@ class Engine:
             (whole, sharding.rows(self.mesh), whole, whole, whole),
             (jax.tree.map(np.asarray, control), waiting, np.int32(rounds), np.int32(smaller),
              force))
-        return self._programs["launch", batch](params, drafter_params, state, *args)
+        return self._programs["launch", batch](*weights, state, *args)
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
         """Returns the state of the next smaller batch, with `slots` i32[shards * rows]."""
@@ -284,19 +284,19 @@ class Engine:
                       by_drafter=by_drafter, calibration=judged, rule=self.decoder.rule,
                       seconds=timer.total, prefill_seconds=timer["prefill"])
 
-    def _refill(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                request: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
+    def _refill(self, weights: Weights, state: RolloutState, request: RolloutRequest,
+                view: HostView) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
         Prompts run in the largest compiled batches that need no padding, because padding costs as
         much as prompts do; of several shards, those with fewer new prompts are padded.
         """
         s = self.shapes
-        per_shard = s.sequences // s.group
-        while any(one.has_free(d) and one.waiting for one, d in zip(slots, done, strict=True)):
-            new = max(one.new_prompts(d) for one, d in zip(slots, done, strict=True))
+        per_shard, shards = s.sequences // s.group, list(zip(view.slots, view.done, strict=True))
+        while any(slots.has_free(done) and slots.waiting for slots, done in shards):
+            new = max(slots.new_prompts(done) for slots, done in shards)
             at_once = max(p for p, _ in s.prefills if p <= max(new, 1))
-            plans = [one.refill(d, at_once) for one, d in zip(slots, done, strict=True)]
+            plans = [slots.refill(done, at_once) for slots, done in shards]
             tokens = [[request.prompts[i * per_shard + p] for p in plan.prompts]
                       for i, plan in enumerate(plans)]
             ends = [[request.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
@@ -308,11 +308,11 @@ class Engine:
                 copy=np.concatenate([p.copy for p in plans]),
                 root=np.asarray([p[-1] for p in flat], np.int32),
                 length=np.asarray([len(p) - 1 for p in flat], np.int32)))
-            state = self._seat(state, params, drafter_params, fill, tokens)
+            state = self._seat(weights, state, fill, tokens)
         return state
 
-    def _seat(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-              fill: SlotFill, tokens: list[list[Sequence[int]]]) -> RolloutState:
+    def _seat(self, weights: Weights, state: RolloutState, fill: SlotFill,
+              tokens: list[list[Sequence[int]]]) -> RolloutState:
         """Prefills new prompts in the smallest shape that holds every shard's, or copies slots."""
         most = max(map(len, tokens))
         if most == 0:
@@ -321,7 +321,7 @@ class Engine:
         count, width = next((p, w) for p, w in self.shapes.prefills if p >= most and w >= longest)
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]
         program = self._programs["prefill", count, width]
-        return program(params, drafter_params, state, fill, *self.put_rows(pad(padded, width)))
+        return program(*weights, state, fill, *self.put_rows(pad(padded, width)))
 
     def _compact(self, state: RolloutState, view: HostView) -> RolloutState:
         """Moves to smaller batches while every shard's live rows fit."""

@@ -18,7 +18,7 @@ from specrl_jax.control import cost_file, cost_model
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
 from specrl_jax.rollout.engine import Engine, agreed
-from specrl_jax.rollout.plan import buckets_of
+from specrl_jax.rollout.plan import Weights, buckets_of
 from specrl_jax.runtime.machine import cores, processor
 from specrl_jax.structs import DrafterParams, Json, Params, RolloutState
 
@@ -75,7 +75,7 @@ def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path
              about: Json) -> CostTable:
     """Measures the costs of all batch sizes, and writes the file of `stored`."""
     limits, measured_seconds = limits_of(engine), {}
-    launches = Launches(engine, params, drafter_params)
+    launches = Launches(engine, Weights(params, drafter_params))
     for rows in engine.shapes.batches:
         rounds = 1 if launches.warm_up(rows) > LONG else ROUNDS
         measured_seconds |= least_seconds(
@@ -107,8 +107,8 @@ def least_seconds(run: Callable[[Point], float], points: Sequence[Point], allowe
 class Launches:
     """Runs launches from made-up states, of batch sizes that never grow."""
 
-    def __init__(self, engine: Engine, params: Params, drafter_params: DrafterParams) -> None:
-        self.engine, self.params = engine, (params, drafter_params)
+    def __init__(self, engine: Engine, weights: Weights) -> None:
+        self.engine, self.weights = engine, weights
         self.control = engine.decoder.controller.init(None)
         self.state, self.batch = engine.begin(engine.layout.blank_request()), engine.shapes.batch
 
@@ -123,12 +123,12 @@ class Launches:
 
     def run(self, point: Point) -> float:
         """Runs one launch; returns its seconds, in every process those of process 0."""
-        engine, (params, drafter_params) = self.engine, self.params
+        engine = self.engine
         state = _stage(engine, self.state, point)
         began = time.perf_counter()
         self.state, _, _ = engine.launch(
-            point.rows, params, drafter_params, state, self.control, rounds=point.rounds,
-            smaller=0, waiting=np.zeros(engine.shapes.shards, np.int32),
+            self.weights, point.rows, state, self.control, rounds=point.rounds, smaller=0,
+            waiting=np.zeros(engine.shapes.shards, np.int32),
             force=np.asarray([point.steps, point.bucket], np.int32))
         jax.block_until_ready(self.state)
         return float(agreed(np.float64(time.perf_counter() - began)))
