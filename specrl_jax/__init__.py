@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from specrl_jax.model.families import FAMILIES
     from specrl_jax.rewards.reward import REWARDS
     from specrl_jax.rl.advantage import ADVANTAGES
-    from specrl_jax.rl.corrections import CORRECTIONS
-    from specrl_jax.rl.losses import LOSSES
+    from specrl_jax.rl.losses import CORRECTIONS, LOSSES
     from specrl_jax.rollout.sampler import Sampler
     from specrl_jax.training.run import train
     from specrl_jax.training.trainer import Trainer
@@ -74,7 +73,7 @@ _HOMES = {
     "read_metrics": "metrics.run_files:read_metrics",
     "register_advantage": "rl.advantage:ADVANTAGES.register",
     "register_controller": "control.registry:CONTROLLERS.register",
-    "register_correction": "rl.corrections:CORRECTIONS.register",
+    "register_correction": "rl.losses:CORRECTIONS.register",
     "register_dataset": "data.datasets:DATASETS.register",
     "register_drafter": "draft.registry:DRAFTERS.register",
     "register_family": "model.families:FAMILIES.register",

@@ -131,8 +131,7 @@ def on_any_shard(flag: jax.Array) -> jax.Array:
     It must select every branch and end every loop that holds collectives over `tensor`: data shards
     that take different branches would wait for each other for ever.
     """
-    manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
+    return largest(flag.astype(jnp.int32)) > 0
 
 
 def largest(value: jax.Array) -> jax.Array:
@@ -207,28 +206,29 @@ def _devices(mesh: Mesh | AbstractMesh, name: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in names)
 
 
-def constrain(tree: PyTree, described: PyTree, rules: Rules, is_leaf: Callable[[PyTree], bool]
-              ) -> PyTree:
+def _is_described(node: PyTree) -> bool:
+    return hasattr(node, "axes")
+
+
+def constrain(tree: PyTree, described: PyTree, rules: Rules) -> PyTree:
     """Returns `tree`, split over the mesh in scope by rules; without one, as it is."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return tree
     return jax.tree.map(lambda p, a: jax.lax.with_sharding_constraint(
-        a, spec_of(p.shape, p.axes, rules, mesh)), described, tree, is_leaf=is_leaf)
+        a, spec_of(p.shape, p.axes, rules, mesh)), described, tree, is_leaf=_is_described)
 
 
-def shardings(described: PyTree, rules: Rules, mesh: Mesh,
-              is_leaf: Callable[[PyTree], bool]) -> PyTree:
+def shardings(described: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
     """Returns the NamedSharding of each leaf of a tree of descriptions with `shape`, `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, spec_of(p.shape, p.axes, rules, mesh)),
-                        described, is_leaf=is_leaf)
+                        described, is_leaf=_is_described)
 
 
-def replicated_axes(described: PyTree, rules: Rules, mesh: Mesh,
-                    is_leaf: Callable[[PyTree], bool]) -> set[str]:
+def replicated_axes(described: PyTree, rules: Rules, mesh: Mesh) -> set[str]:
     """Returns the logical axes that a mesh dimension should split but does not divide."""
     undivided = set()
-    for param in jax.tree.leaves(described, is_leaf=is_leaf):
+    for param in jax.tree.leaves(described, is_leaf=_is_described):
         for size, axis in zip(param.shape, param.axes, strict=True):
             name = rules.get(axis) if axis else None
             if name and size % _devices(mesh, name):

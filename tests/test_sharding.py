@@ -173,11 +173,11 @@ def test_what_does_not_divide_is_replicated_and_reported() -> None:
     arch = architecture.Architecture(vocab_size=20, hidden_size=16, intermediate_size=16,
                                      num_layers=1, num_heads=3, num_kv_heads=3, head_dim=4)
     described = architecture.describe(arch)
-    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh)
     layer = places["layers"][0]
     assert places["embed"].is_fully_replicated and layer["qkv"].is_fully_replicated
     assert not layer["down"].is_fully_replicated
-    told = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    told = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh)
     assert told == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
 
 

@@ -18,6 +18,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.data.examples import load_examples
 from specrl_jax.data.prompts import Prompts, make_prompts, prompt_batches
+from specrl_jax.distill import teacher
 from specrl_jax.distill.teacher import SequenceBatch, in_rows
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
@@ -43,14 +44,6 @@ class PublishedActor(NamedTuple):
 
     source: Source
     params: Params  # as rollouts read them
-
-
-class Sources(NamedTuple):
-    """What responses and texts come from."""
-
-    training: Prompts
-    held: Prompts  # for evaluation
-    texts: "Corpus | None"  # to learn from too, see texts.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +96,15 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
     return prompts.select(kept), held
 
 
-def gather(config: Config, actor: PublishedActor, sources: Sources, samples: int, directory: Path,
-           say: Callable[[str], None]) -> tuple[Corpus, Corpus]:
-    """Returns the sequences to learn from and those to evaluate on.
+def gather(config: Config, actor: PublishedActor, training: Prompts, held: Prompts, samples: int,
+           directory: Path, say: Callable[[str], None]) -> list[Corpus]:
+    """Returns the sequences to learn from, if there are training prompts, and the held-out ones.
 
     Args:
       samples: responses to each prompt.
       directory: where rollouts are stored.
     """
-    tokenizer, (training, held, texts) = actor.source.tokenizer, sources
+    tokenizer = actor.source.tokenizer
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
     judge.check_answers(config.reward.terms, every.examples)
@@ -119,9 +112,8 @@ def gather(config: Config, actor: PublishedActor, sources: Sources, samples: int
     initial = sampler.initial_state(actor.params)
     rolled = roll_out(sampler, initial, every, at_once, directory, say)
     reward = judge.of_config(config.reward, say)
-    scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
-              for part in (training, held) if part.texts]
-    return join([*scored[:-1], *([] if texts is None else [texts])]), scored[-1]
+    return [scored_corpus(rolled, part, config.seed, reward, tokenizer)
+            for part in (training, held) if part.texts]
 
 
 def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tuple[Sampler, int]:
@@ -267,16 +259,7 @@ def _round_up(size: int) -> int:
 
 
 def batch_of(corpus: Corpus, plan: Plan, temperature: float) -> SequenceBatch:
-    """Returns the plan's sequences as host arrays [n, b, ...]; `temperature` 0 counts as 1."""
-    used = plan.rows >= 0
-    tokens = np.zeros((*plan.rows.shape, plan.width), np.int32)
-    for at in np.argwhere(used):
-        sequence = corpus.tokens[plan.rows[tuple(at)]]
-        tokens[tuple(at)][: len(sequence)] = sequence
-
-    def take(values: np.ndarray, pad: float) -> np.ndarray:
-        return np.where(used, values[plan.rows], pad).astype(values.dtype)
-
-    return SequenceBatch(tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
-                         temperature=np.full(used.shape, temperature or 1.0, np.float32),
-                         reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))
+    """Returns the plan's sequences as host arrays [n, b, ...]."""
+    return teacher.batch_of(
+        plan.rows, corpus.tokens.__getitem__, plan.width, temperature, length=corpus.length,
+        first=corpus.first, reward=corpus.reward, advantage=corpus.advantage)

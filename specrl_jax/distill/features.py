@@ -22,7 +22,6 @@ from specrl_jax.structs import AnyArray, PyTree
 
 EMPTY = -1
 MEGABYTE = 2**20
-HEADS, VERSIONS, VERSION, NEXT = "heads", "versions", "version", "next"
 _BATCH = ("tokens", "length", "first", "temperature", "reward", "advantage")
 _TARGETS = ("taps", "hidden", "normalizer", "best", "entropy")
 _INTS = ("tokens", "length", "first", "best")  # i32
@@ -53,8 +52,8 @@ class Features(struct.PyTreeNode):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
-        named = self.rows | {VERSION: self.version, HEADS: self.heads, VERSIONS: self.versions,
-                             NEXT: self.next}
+        named = self.rows | {"version": self.version, "heads": self.heads,
+                             "versions": self.versions, "next": self.next}
         return {name: a for name, a in named.items() if a.size}
 
 
@@ -108,12 +107,10 @@ class FeatureRing:
 
     def restore(self, arrays: dict[str, PyTree]) -> Features:
         """Returns the features of a checkpoint, see `Features.arrays`."""
-        types = {name: dtype for name, (_, dtype) in self._rows.items()}
-        types |= {HEADS: self._heads[1], VERSION: np.int32, VERSIONS: np.int32, NEXT: np.int32}
-        held = {name: np.require(a, types[name], "W") for name, a in arrays.items()}
-        rows = {name: held.get(name, np.zeros((self.rows, *row), dtype))
-                for name, (row, dtype) in self._rows.items()}
-        return Features(rows, held[VERSION], held[HEADS], held[VERSIONS], held[NEXT])
+        empty = self.empty()
+        held = {name: np.require(arrays[name], a.dtype, "W") if name in arrays else a
+                for name, a in (empty.rows | vars(empty)).items() if name != "rows"}
+        return Features(rows={name: held.pop(name) for name in empty.rows}, **held)
 
     def add(self, features: Features, batch: SequenceBatch, targets: TeacherTargets, version: int,
             head: AnyArray) -> Features:

@@ -16,6 +16,7 @@ from flax import struct
 from specrl_jax.config import Config, check
 from specrl_jax.distill import health, schedule
 from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
+from specrl_jax.distill.metrics import by_depth
 from specrl_jax.distill.online import OnlineDistillation, OnlineState
 from specrl_jax.distill.update import UpdateResult
 from specrl_jax.rl.experience import Experience
@@ -374,8 +375,8 @@ def _named(fault: str) -> Metrics:
 def _update_metrics(result: UpdateResult) -> Metrics:
     updates = result.metrics
     return {f"distill/{name}": float(updates[-1][name])
-            for name in ("loss", "grad_norm", "accept_length")} | {
-        f"distill/alpha/{depth}": float(rate) for depth, rate in enumerate(updates[0]["alpha"])} | {
+            for name in ("loss", "grad_norm", "accept_length")} | by_depth(
+        "distill/alpha", updates[0]["alpha"]) | {
         "distill/updates": len(updates), "time/distill_updates": result.seconds,
         "distill/applied": float(min(update["applied"] for update in updates))}
 

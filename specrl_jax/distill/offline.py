@@ -21,7 +21,7 @@ from specrl_jax.config import Config, ConfigError, DistillOptions, as_dict, at_l
 from specrl_jax.data.examples import digest
 from specrl_jax.data.prompt_order import step_prompts
 from specrl_jax.distill import data, teacher, update
-from specrl_jax.distill.data import Corpus, Plan, PublishedActor, Sources
+from specrl_jax.distill.data import Corpus, Plan, PublishedActor
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.distill.texts import read_texts
@@ -139,7 +139,7 @@ class DrafterTrainer:
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
         self.state, updated = self.programs.update(self.state, self.frozen, *batch)
-        values = {name: np.asarray(value) for name, value in updated.items()}
+        values = jax.device_get(updated)
         seconds, rows = time.perf_counter() - began, self.plans[index].rows
         record = by_depth("alpha", values.pop("alpha")) | {
             name: float(value) for name, value in values.items()} | {
@@ -209,7 +209,6 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     texts = None if not options.texts else read_texts(
         local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
-    sources = Sources(training, held, texts)
     make_workdir(workdir)
     with lock.hold(workdir):
         resume.check_config(workdir, description, JUDGED_ANEW)
@@ -221,21 +220,22 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         write_config(workdir, description)
         if changed:
             progress.say(resume.told(changed))
-        return _train(config, options, workdir, actor, sources, progress)
+        progress.say(f"loading {actor.name}")
+        mesh, source = sharding.make_mesh(config.mesh), actor.source
+        published = PublishedActor(source, publisher(
+            source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+                sharding.platform(mesh)))(actor.params(mesh)))
+        *learned, evaluated = data.gather(config, published, training, held, options.samples,
+                                          workdir / ROLLOUTS, progress.say)
+        learned = data.join([*learned, *([] if texts is None else [texts])])
+        return _train(DrafterTrainer(config, options, published, learned, evaluated), workdir,
+                      config.checkpoint_keep, progress)
 
 
-def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor,
-           sources: Sources, progress: Progress) -> bool:
-    """Rolls out, trains and writes the head; returns whether any update was left."""
-    source, say, warn = actor.source, progress.say, progress.warn
-    say(f"loading {actor.name}")
-    mesh = sharding.make_mesh(config.mesh)
-    published = PublishedActor(source, publisher(
-        source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
-            sharding.platform(mesh)))(actor.params(mesh)))
-    corpora = data.gather(config, published, sources, options.samples, workdir / ROLLOUTS, say)
-    trainer = DrafterTrainer(config, options, published, *corpora)
-    with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:
+def _train(trainer: DrafterTrainer, workdir: Path, keep: int, progress: Progress) -> bool:
+    """Trains and writes the head; returns whether any update was left."""
+    options, say, warn = trainer.options, progress.say, progress.warn
+    with Checkpoints(workdir / CHECKPOINTS, keep, warn) as checkpoints:
         if trainer.restore(checkpoints):
             say(f"resuming {workdir} after update {trainer.step_number}")
         left = trainer.step_number < options.steps
@@ -245,7 +245,7 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
     head, own = workdir / DRAFTER, trainer.arrays()[DRAFTER]
-    own = jax.device_put(own, sharding.replicated(mesh))  # by all processes; one writes
+    own = jax.device_put(own, sharding.replicated(trainer.mesh))  # by all processes; one writes
     if jax.process_index() == 0 and (left or not head.exists()):
         if head.exists():  # its last checkpoint was lost
             shutil.rmtree(head)

@@ -15,7 +15,7 @@ from flax import struct
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.distill import features, programs, schedule
+from specrl_jax.distill import features, programs, schedule, teacher
 from specrl_jax.distill.features import Features
 from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE
 from specrl_jax.distill.schedule import Staleness
@@ -178,25 +178,14 @@ class OnlineDistillation:
 
 def batch_of(experience: Experience, chosen: np.ndarray, rows: int, columns: int,
              temperature: float) -> SequenceBatch:
-    """Returns the sequences `chosen` i64[k] as micro-batches of `rows`, host arrays [n, b, ...].
+    """Returns the sequences `chosen` i64[k] as micro-batches of `rows`, host arrays [n, b, ...]."""
+    rollout = experience.rollout
 
-    The last one is padded with sequences of length 0; `temperature` 0 counts as 1.
-    """
-    rollout, at = experience.rollout, in_rows(chosen, rows)
-    used = at >= 0
-    tokens = np.zeros((*at.shape, columns), np.int32)
-    for i, j in np.argwhere(used):
-        q = at[i, j]
-        start, length = rollout.prompt_length[q], rollout.length[q]
-        tokens[i, j, :start] = rollout.prompt[q, :start]
-        tokens[i, j, start : start + length] = rollout.tokens[q, :length]
+    def tokens(q: int) -> np.ndarray:
+        return np.concatenate([rollout.prompt[q, : rollout.prompt_length[q]],
+                               rollout.tokens[q, : rollout.length[q]]])
 
-    def take(values: np.ndarray, pad: float, dtype: type) -> np.ndarray:
-        return np.where(used, values[at], pad).astype(dtype)
-
-    return SequenceBatch(
-        tokens=tokens, length=take(rollout.prompt_length + rollout.length, 0, np.int32),
-        first=take(rollout.prompt_length, 1, np.int32),
-        temperature=np.full(at.shape, temperature or 1.0, np.float32),
-        reward=take(experience.rewards, 0, np.float32),
-        advantage=take(experience.advantage, 0, np.float32))
+    return teacher.batch_of(
+        in_rows(chosen, rows), tokens, columns, temperature, first=rollout.prompt_length,
+        length=rollout.prompt_length + rollout.length, reward=experience.rewards,
+        advantage=experience.advantage)

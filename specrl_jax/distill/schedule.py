@@ -6,7 +6,6 @@ acceptance by entropy over its tokens. The shortfall of later steps from that li
 own staleness; a training is due when its running mean passes a threshold.
 """
 
-
 import numpy as np
 from flax import struct
 
@@ -36,10 +35,8 @@ def observe(state: Staleness, acceptance: np.ndarray, entropy: np.ndarray,
             ema_decay: float = EMA_DECAY) -> tuple[Staleness, float]:
     """Returns the state after a step, and the part of its mean acceptance that entropy leaves.
 
-    Args:
-      acceptance, entropy: f[tokens], of each token the probability that a first draft is accepted,
-        and the actor's entropy.
-      ema_decay: weight of the running mean so far.
+    Of each token, `acceptance` is the probability that a first draft is accepted, and `entropy`
+    the actor's, f[tokens]; `ema_decay` is the weight of the running mean so far.
     """
     a, h = (np.asarray(x, np.float64) for x in (acceptance, entropy))
     if len(a) == 0:

@@ -70,6 +70,25 @@ def in_rows(members: np.ndarray, width: int) -> np.ndarray:
     return rows.reshape(-1, width)
 
 
+def batch_of(rows: np.ndarray, tokens: Callable[[int], np.ndarray], columns: int,
+             temperature: float, **values: np.ndarray) -> SequenceBatch:
+    """Returns the sequences `rows` i64[n, b] as host arrays [n, b, ...]; row -1 is padding.
+
+    Args:
+      tokens: of a sequence.
+      temperature: 0 counts as 1.
+      values: `length`, `first`, `reward` and `advantage` of all sequences.
+    """
+    used, padded = rows >= 0, np.zeros((*rows.shape, columns), np.int32)
+    for i, j in np.argwhere(used):
+        sequence = tokens(int(rows[i, j]))
+        padded[i, j, : len(sequence)] = sequence
+    taken = {name: np.where(used, of_all[rows], int(name == "first")).astype(of_all.dtype)
+             for name, of_all in values.items()}
+    return SequenceBatch(tokens=padded, **taken,
+                         temperature=np.full(rows.shape, temperature or 1.0, np.float32))
+
+
 def draft_rows(arch: Architecture, actor: Params, vocab: Array) -> Array:
     """Returns f[Vd, F], the actor's output head for the draft vocabulary i32[Vd]."""
     head = actor["embed" if arch.tied else "head"]

@@ -56,7 +56,7 @@ def state_shardings(drafter: TrainableDrafter, options: DistillOptions, mesh: Me
     whole: PyTree = sharding.replicated(mesh)
     if drafter.described is None:
         return LearnerState(whole, whole)
-    params, moments = (sharding.shardings(drafter.described, rules, mesh, is_param)
+    params, moments = (sharding.shardings(drafter.described, rules, mesh)
                        for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
     optimizer = make_optimizer(options)
     state = jax.eval_shape(optimizer.init, jax.tree.map(
@@ -103,7 +103,7 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
 
     def lie_like_moments(tree: DrafterParams) -> DrafterParams:
         return tree if drafter.described is None else sharding.constrain(
-            tree, drafter.described, sharding.MOMENT_RULES, is_param)
+            tree, drafter.described, sharding.MOMENT_RULES)
 
     micro = ((batch, targets), weight)
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))

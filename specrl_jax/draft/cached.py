@@ -25,7 +25,7 @@ from specrl_jax.draft.protocol import (
     taps_as_features,
 )
 from specrl_jax.draft.tree import roots
-from specrl_jax.model.architecture import Architecture, is_param
+from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.rows import for_rows
 from specrl_jax.sharding import (
     ROLLOUT_RULES,
@@ -115,7 +115,7 @@ def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None
     if mesh is None:
         return weights
     return jax.tree.map(jax.lax.with_sharding_constraint, weights,
-                        shardings(described, ROLLOUT_RULES, mesh, is_param))
+                        shardings(described, ROLLOUT_RULES, mesh))
 
 
 def chunk_of(depth: int) -> int:

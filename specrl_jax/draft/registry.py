@@ -124,8 +124,7 @@ class DrafterSet:
         """
         whole = sharding.replicated(mesh)
         return tuple(jax.tree.map(
-            lambda p: whole if p is None else sharding.shardings(
-                p, sharding.LEARNER_RULES, mesh, is_param),
+            lambda p: whole if p is None else sharding.shardings(p, sharding.LEARNER_RULES, mesh),
             part.described, is_leaf=lambda p: p is None or is_param(p)) for part in self.parts)
 
     @property

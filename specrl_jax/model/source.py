@@ -91,9 +91,7 @@ class Actor:
 
 def _abstract(described: PyTree, mesh: Mesh) -> PyTree:
     """Returns shapes and shardings of float32 arrays for rollouts."""
-    shardings = sharding.shardings(
-        described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
-    )
+    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh)
     return jax.tree.map(
         lambda param, to: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=to),
         described, shardings, is_leaf=architecture.is_param)

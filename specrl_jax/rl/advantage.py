@@ -24,13 +24,7 @@ def group(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     advantages have mean square 1. The sample's (divisor M - 1) would scale all of them by
     sqrt((M - 1) / M).
 
-    Args:
-      rewards: f32[groups, M], the M samples of each prompt; M >= 2.
-      eps: added to the standard deviation, in units of reward.
-
-    Raises:
-      TypeError: `rewards` is not float32 of rank 2.
-      ValueError: M < 2, or a reward is not finite.
+    Raises ValueError if a reward is not finite, as all advantages do.
     """
     centred = _centred(rewards)
     std = np.sqrt(np.mean(centred**2, axis=1, keepdims=True))
@@ -41,7 +35,7 @@ def group(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
 def group_mean(rewards: np.ndarray) -> np.ndarray:
     """Returns `reward - mean` within each group, f32[groups, M].
 
-    Dr. GRPO: arXiv:2503.20783, section 3. Arguments and errors are those of `group`.
+    Dr. GRPO: arXiv:2503.20783, section 3.
     """
     return _centred(rewards).astype(np.float32)
 
@@ -51,7 +45,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """Returns each reward minus the mean of the group's other rewards, f32[groups, M].
 
     RLOO: Ahmadian et al., arXiv:2402.14740, section 2. `r_i - (sum - r_i) / (M - 1)` is computed as
-    `(r_i - mean) M / (M - 1)`. Arguments and errors are those of `group`.
+    `(r_i - mean) M / (M - 1)`.
     """
     centred = _centred(rewards)
     size = rewards.shape[1]
@@ -63,7 +57,7 @@ def batch(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     """Returns `(reward - mean) / (std + eps)`, both of all sequences of the step, f32[groups, M].
 
     REINFORCE++: arXiv:2501.03262, section 3.2, where the sum runs over tokens: here each sequence
-    counts once, whatever its length. M may be 1; other arguments and errors are those of `group`.
+    counts once, whatever its length.
     """
     exact = _checked(rewards)
     centred = exact - exact.mean()
@@ -74,30 +68,25 @@ def batch(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
 def greedy_baseline(rewards: np.ndarray, baseline: np.ndarray) -> np.ndarray:
     """Returns rewards minus `baseline` f32[groups], the reward of a greedy response to each prompt.
 
-    ReMax: arXiv:2310.10505, equation 5. M may be 1; errors are those of `group`.
+    ReMax: arXiv:2310.10505, equation 5.
     """
     return (_checked(rewards) - _checked(baseline[:, None])).astype(np.float32)
 
 
 @ADVANTAGES.register("none")
 def none(rewards: np.ndarray) -> np.ndarray:
-    """Returns the rewards themselves, f32[groups, M]; errors are those of `group`, M may be 1."""
+    """Returns the rewards themselves, f32[groups, M]."""
     return _checked(rewards).astype(np.float32)
 
 
 def _centred(rewards: np.ndarray) -> np.ndarray:
     """Returns rewards minus their group's mean, f64[groups, M]."""
     exact = _checked(rewards)
-    if rewards.shape[1] < 2:
-        raise ValueError(f"rewards of shape {list(rewards.shape)}: a group needs 2 samples or more")
     return exact - exact.mean(axis=1, keepdims=True)
 
 
 def _checked(rewards: np.ndarray) -> np.ndarray:
-    """Returns rewards as f64[groups, M]."""
-    rewards = np.asarray(rewards)
-    if rewards.ndim != 2 or rewards.dtype != np.float32:
-        raise TypeError(f"rewards must be f32[groups, M], got {rewards.dtype}{list(rewards.shape)}")
+    """Returns rewards as f64, if all are finite."""
     if not np.isfinite(rewards).all():
         row, sample = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(f"reward {rewards[row, sample]} of group {row}, sample {sample}: "

@@ -8,8 +8,7 @@ import numpy as np
 from specrl_jax.config import Config, RLConfig, check
 from specrl_jax.config.rl import WITH_RATIO
 from specrl_jax.rl.advantage import ADVANTAGES, Advantage
-from specrl_jax.rl.corrections import CORRECTIONS, Correction
-from specrl_jax.rl.losses import LOSSES, Loss
+from specrl_jax.rl.losses import CORRECTIONS, LOSSES, Correction, Loss
 
 
 class Algorithm(NamedTuple):

@@ -5,7 +5,7 @@ responses of its group. Units of any length are packed into rows of a fixed numb
 each unit whole in one row.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -92,29 +92,21 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, layo
                       np.full(len(lengths), together)], 1)
     rows = first_fit(sizes[chosen], most)
     count = -(-len(lengths) // (fit * layout.rows))  # micro-batches at full length
-    fields = _blank(count * layout.rows, most, temperature or 1.0, together > 1)
+    batch = _blank(count * layout.rows, most, temperature or 1.0, together > 1)
     for row, units in enumerate(rows):
-        _fill({name: a[row] for name, a in fields.items() if a is not None},
-              rollout, advantage, together, chosen[units])
-    split: dict[str, Any] = {
-        name: a if a is None else a.reshape(count, layout.rows, *a.shape[1:])
-        for name, a in fields.items()}
-    totals: dict[str, Any] = {
-        "tokens": np.float32(rollout.length.sum()),
-        "sequences": np.float32((rollout.length > 0).sum()),
-        "columns": np.int32(sizes[chosen, 0].sum()),
-        "micro_batches": np.int32(-(-len(rows) // layout.rows))}
-    return Batch(**split), Totals(**totals)
+        _fill(jax.tree.map(lambda a, row=row: a[row], batch), rollout, advantage, together,
+              chosen[units])
+    totals = Totals(tokens=np.float32(rollout.length.sum()),
+                    sequences=np.float32((rollout.length > 0).sum()),
+                    columns=np.int32(sizes[chosen, 0].sum()),
+                    micro_batches=np.int32(-(-len(rows) // layout.rows)))
+    return jax.tree.map(lambda a: a.reshape(count, layout.rows, *a.shape[1:]), batch), totals
 
 
 def first_fit(sizes: np.ndarray, most: np.ndarray) -> list[list[int]]:
     """Returns the items of each row: each goes, in order, into the first row with room for it.
 
-    Items of at most `full` need no more rows than items of size `full` would.
-
-    Args:
-      sizes: i64[items, kinds] what each takes.
-      most: i64[kinds] what a row holds; no item takes more.
+    Args: sizes i64[items, kinds] of the items, most i64[kinds] of a row; no item takes more.
     """
     rows: list[list[int]] = []
     used = np.zeros((len(sizes), len(most)), int)
@@ -128,9 +120,8 @@ def first_fit(sizes: np.ndarray, most: np.ndarray) -> list[list[int]]:
     return rows
 
 
-def _blank(rows: int, most: np.ndarray, temperature: float, shares: bool
-           ) -> dict[str, np.ndarray | None]:
-    """Returns the fields of rows that hold nothing, [rows, ...]."""
+def _blank(rows: int, most: np.ndarray, temperature: float, shares: bool) -> Batch:
+    """Returns rows that hold nothing, [rows, ...]."""
     columns, responses, sequences = (int(x) for x in most)
 
     def ints(width: int) -> np.ndarray:
@@ -139,16 +130,14 @@ def _blank(rows: int, most: np.ndarray, temperature: float, shares: bool
     def floats(width: int) -> np.ndarray:
         return np.zeros((rows, width), np.float32)
 
-    return {"tokens": ints(columns), "position": ints(columns), "segment": ints(columns) - 1,
-            "prefix": ints(columns) - 1 if shares else None,
-            "predicted_at": ints(responses), "response": ints(responses),
-            "rollout_logprob": floats(responses), "start": ints(sequences),
-            "length": ints(sequences), "sequence": ints(sequences) - 1,
-            "advantage": floats(sequences),
-            "temperature": np.full(rows, temperature, np.float32)}
+    return Batch(tokens=ints(columns), position=ints(columns), segment=ints(columns) - 1,
+                 prefix=ints(columns) - 1 if shares else None, predicted_at=ints(responses),
+                 response=ints(responses), rollout_logprob=floats(responses),
+                 start=ints(sequences), length=ints(sequences), sequence=ints(sequences) - 1,
+                 advantage=floats(sequences), temperature=np.full(rows, temperature, np.float32))
 
 
-def _fill(row: dict[str, np.ndarray], rollout: Rollout, advantage: np.ndarray, together: int,
+def _fill(row: Batch, rollout: Rollout, advantage: np.ndarray, together: int,
           units: np.ndarray) -> None:
     """Writes units into the fields of one row, one after the other."""
     column = slot = number = segment = 0
@@ -156,10 +145,10 @@ def _fill(row: dict[str, np.ndarray], rollout: Rollout, advantage: np.ndarray, t
     def put(tokens: np.ndarray, first: int, prefix: int) -> None:
         nonlocal column
         at = slice(column, column + len(tokens))
-        row["tokens"][at], row["segment"][at] = tokens, segment
-        row["position"][at] = np.arange(first, first + len(tokens))
-        if "prefix" in row:
-            row["prefix"][at] = prefix
+        row.tokens[at], row.segment[at] = tokens, segment
+        row.position[at] = np.arange(first, first + len(tokens))
+        if row.prefix is not None:
+            row.prefix[at] = prefix
         column += len(tokens)
 
     for unit in units:
@@ -170,11 +159,11 @@ def _fill(row: dict[str, np.ndarray], rollout: Rollout, advantage: np.ndarray, t
             length = rollout.length[sequence]
             segment += together > 1
             at = slice(slot, slot + length)
-            row["predicted_at"][at] = np.r_[last, np.arange(column, column + length - 1)][:length]
-            row["response"][at] = rollout.tokens[sequence, :length]
-            row["rollout_logprob"][at] = rollout.raw_logprob[sequence, :length]
-            row["start"][number], row["length"][number] = slot, length
-            row["advantage"][number], row["sequence"][number] = advantage[sequence], sequence
+            row.predicted_at[at] = np.r_[last, np.arange(column, column + length - 1)][:length]
+            row.response[at] = rollout.tokens[sequence, :length]
+            row.rollout_logprob[at] = rollout.raw_logprob[sequence, :length]
+            row.start[number], row.length[number] = slot, length
+            row.advantage[number], row.sequence[number] = advantage[sequence], sequence
             put(rollout.tokens[sequence, :length], int(before), shared)
             slot, number = slot + length, number + 1
         segment += 1

@@ -16,7 +16,7 @@ from flax import struct
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, LearnerConfig
-from specrl_jax.model import architecture, layers, lora, transformer
+from specrl_jax.model import layers, lora, transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
@@ -149,7 +149,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
 def split_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
     """Returns a tree like the parameters, split over devices as the optimiser's moments are."""
     described = lora.trained(arch, options, layers.is_stacked(tree))
-    return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
+    return sharding.constrain(tree, described, sharding.MOMENT_RULES)
 
 
 def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch,

@@ -8,16 +8,16 @@ learner skips the update.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import Registry, RLConfig
-from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
 
-NORMALIZERS = ("token", "sequence", "constant")
+LIMIT = 2.0  # C of truncated importance sampling
+LOW, HIGH = 0.5, 5.0  # alpha and beta of IcePop
 
 
 class SequenceLogprobs(NamedTuple):
@@ -59,12 +59,8 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
 
     Gradients flow through `logprob` only. An unclipped token, r = 1 included, has the full gradient
     of `-r A`, whatever the bounds.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
     del mask
-    _check_tokens(logprob, old_logprob, advantage)
     return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
                       clip_low, clip_high)
 
@@ -77,9 +73,8 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
     arXiv:2507.18071, equations 5 and 7. A token's gradient is that of its own log-probability
     times the ratio (the paper's GSPO-token), which is the same where all tokens have one
-    advantage, and keeps a teacher's apart. Errors are those of `ppo_clip`.
+    advantage, and keeps a teacher's apart.
     """
-    _check_tokens(logprob, old_logprob, advantage)
     here = jax.lax.stop_gradient(logprob)
     total = jnp.sum(jnp.where(mask, here - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
@@ -93,11 +88,9 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     """Returns `-clip(r, 1 - clip_low, 1 + clip_high) A logprob`; see `Loss`.
 
     No gradient flows through the clipped ratio, so that every token keeps one: CISPO,
-    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1). Errors are those of
-    `ppo_clip`.
+    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1).
     """
     del mask
-    _check_tokens(logprob, old_logprob, advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
@@ -109,10 +102,9 @@ def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arr
     """Returns `-A logprob`, without a ratio; see `Loss`.
 
     REINFORCE, Williams 1992; with a baseline in the advantage RLOO, arXiv:2402.14740, and ReMax,
-    arXiv:2310.10505. Bounds are not read. Errors are those of `ppo_clip`.
+    arXiv:2310.10505. Bounds are not read.
     """
-    del mask, clip_low, clip_high
-    _check_tokens(logprob, old_logprob, advantage)
+    del old_logprob, mask, clip_low, clip_high
     return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
 
 
@@ -148,16 +140,72 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
     `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
     arXiv:2402.03300, equation 4. `logprob` f32[T] is of the policy that sampled, q; gradients flow
     through it only. `reference` f32[T] is of the other policy, p.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check(1, logprob=logprob, reference=reference)
     log_ratio = jax.lax.stop_gradient(reference) - logprob
     return jnp.expm1(log_ratio) - log_ratio
 
 
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}  # rl.kl_estimator
+
+
+class Correction(Protocol):
+    """Returns a factor of each token's loss, f32[T], and where it is cut, bool[T].
+
+    It corrects for log-probabilities of the sampled tokens that rollout and learner compute
+    differently under the same weights, and sees no gradient. Keyword arguments only:
+    `old_logprob`, of the learner, and `rollout_logprob`, f32[T] each and 0 where masked; `mask`
+    bool[T], tokens that count.
+    """
+
+    def __call__(self, *, old_logprob: Array, rollout_logprob: Array, mask: Array
+                 ) -> tuple[Array, Array]: ...
+
+
+CORRECTIONS: Registry[Correction] = Registry("rl.correction", Callable)
+
+
+@CORRECTIONS.register("none")
+def no_correction(*, old_logprob: Array, rollout_logprob: Array, mask: Array
+                  ) -> tuple[Array, Array]:
+    """Returns ones: every token counts alike."""
+    del rollout_logprob
+    return jnp.ones_like(old_logprob), jnp.zeros_like(mask)
+
+
+@CORRECTIONS.register("truncated")
+def truncated(*, old_logprob: Array, rollout_logprob: Array, mask: Array) -> tuple[Array, Array]:
+    """Returns `min(exp(old_logprob - rollout_logprob), LIMIT)`.
+
+    Truncated importance sampling: Ionides, 2008, for sequences of decisions as in IMPALA,
+    arXiv:1802.01561, section 4.
+    """
+    del mask
+    ratio = jnp.exp(old_logprob - rollout_logprob)
+    return jnp.minimum(ratio, LIMIT), ratio > LIMIT
+
+
+@CORRECTIONS.register("truncated_sequence")
+def truncated_sequence(*, old_logprob: Array, rollout_logprob: Array, mask: Array
+                       ) -> tuple[Array, Array]:
+    """Returns `min(exp(sum(old_logprob - rollout_logprob)), LIMIT)`, one weight for all tokens.
+
+    The sum is over the sequence: the truncated weight of the whole response (Ionides, 2008).
+    """
+    ratio = jnp.exp(jnp.sum(jnp.where(mask, old_logprob - rollout_logprob, 0.0)))
+    weight = jnp.broadcast_to(jnp.minimum(ratio, LIMIT), mask.shape)
+    return weight, jnp.broadcast_to(ratio > LIMIT, mask.shape)
+
+
+@CORRECTIONS.register("masked")
+def masked(*, old_logprob: Array, rollout_logprob: Array, mask: Array) -> tuple[Array, Array]:
+    """Returns `exp(old_logprob - rollout_logprob)` from LOW to HIGH, and 0 outside.
+
+    IcePop: masked on both sides, as in Ring-1T, arXiv:2510.18855.
+    """
+    del mask
+    ratio = jnp.exp(old_logprob - rollout_logprob)
+    cut = (ratio < LOW) | (ratio > HIGH)
+    return jnp.where(cut, 0.0, ratio), cut
 
 
 def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogprobs,
@@ -169,19 +217,11 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogp
     times an estimate of the KL to the reference. Masked positions may hold anything, NaN included:
     their terms, metrics and gradients are 0.
 
-    Args:
-      advantage, mask: see `Loss`.
-      rl: clip bounds, and the KL's coefficient and estimator.
-
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
       `policy/clip_fraction` and `policy/correction_fraction` (0 or 1), `policy/ratio_mean` (of the
       token, to the policy that sampled), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check(1, jnp.bool_, mask=mask)
     logprob, old_logprob = _masked(mask, logprobs.learner), _masked(mask, logprobs.old)
     terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
                           clip_low=rl.clip_low, clip_high=rl.clip_high)
@@ -213,19 +253,8 @@ def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
     - `constant`: sum over the sequence's tokens divided by `max_new_tokens`, then mean over
       sequences (Dr. GRPO, arXiv:2503.20783, section 3).
 
-    Args:
-      mask: bool[T], tokens that count.
-      normalize: one of NORMALIZERS.
-      total_tokens, total_sequences: tokens and non-empty sequences of the whole batch.
-      max_new_tokens: the run's limit on response tokens; T may be smaller.
-
-    Raises:
-      TypeError: `mask` is not bool of rank 1.
-      ValueError: an unknown `normalize`.
+    The totals are those of the whole batch, without empty sequences.
     """
-    _check(1, jnp.bool_, mask=mask)
-    if normalize not in NORMALIZERS:
-        raise ValueError(f"normalize = {normalize!r}: choose one of {', '.join(NORMALIZERS)}")
     length = jnp.sum(mask, dtype=jnp.float32)
     total = {"token": total_tokens, "sequence": total_sequences * length,
              "constant": total_sequences * max_new_tokens}[normalize]
@@ -233,26 +262,4 @@ def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
 
 
 def _masked(mask: Array, values: Array) -> Array:
-    if mask.shape != values.shape:
-        raise TypeError(f"mask {list(mask.shape)} and values {list(values.shape)} differ in shape")
     return jnp.where(mask, values, 0.0)
-
-
-def _check_tokens(logprob: Array, old_logprob: Array, advantage: Array) -> None:
-    """Raises TypeError unless these are what a `Loss` takes."""
-    if advantage.ndim:
-        _check(1, logprob=logprob, old_logprob=old_logprob, advantage=advantage)
-    else:
-        _check(1, logprob=logprob, old_logprob=old_logprob)
-        _check(0, advantage=advantage)
-
-
-def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:
-    """Raises TypeError unless all arrays have this rank and dtype, and the same shape."""
-    for name, array in arrays.items():
-        if array.ndim != rank or array.dtype != dtype:
-            raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "
-                            f"{array.dtype}{list(array.shape)}; vmap over batch axes")
-    if len({array.shape for array in arrays.values()}) > 1:
-        lengths = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise TypeError(f"lengths differ: {lengths}")

@@ -47,36 +47,26 @@ def learning_rate(config: LearnerConfig, state: optax.OptState) -> Array:
     return jax.numpy.asarray(make_schedule(config)(count), jax.numpy.float32)
 
 
-def _adamw(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Loshchilov and Hutter, arXiv:1711.05101."""
-    return optax.adamw(rate, b1=B1, b2=B2, weight_decay=config.weight_decay)
-
-
-def _lion(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Chen et al., arXiv:2302.06675, with its decays of 0.9 and 0.99."""
-    return optax.lion(rate, b1=0.9, b2=0.99, weight_decay=config.weight_decay)
-
-
-def _muon(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Jordan et al. (kellerjordan.github.io/posts/muon); updates are scaled as in Moonlight,
-    arXiv:2502.16982, equation 4, so that AdamW's rates fit."""
-    return muon(rate, weight_decay=config.weight_decay, adam_weight_decay=config.weight_decay,
-                adam_b1=B1, adam_b2=B2, consistent_rms=0.2,
-                muon_weight_dimension_numbers=_matrices)
-
-
 def _matrices(params: PyTree) -> PyTree:
     """Returns MATRICES' entry at each parameter that has one, None at others."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: MATRICES.get(getattr(path[-1], "key", "")), params)
 
 
-def _adafactor(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Shazeer and Stern, arXiv:1804.04235, without momentum and without a rate relative to the
-    weights."""
-    return optax.adafactor(rate, multiply_by_parameter_scale=False,
-                           weight_decay_rate=lambda count: config.weight_decay * rate(count))
-
-
 OPTIMIZERS: dict[str, Callable[[LearnerConfig, Any], optax.GradientTransformation]] = {
-    "adamw": _adamw, "lion": _lion, "muon": _muon, "adafactor": _adafactor}
+    # Loshchilov and Hutter, arXiv:1711.05101.
+    "adamw": lambda config, rate: optax.adamw(
+        rate, b1=B1, b2=B2, weight_decay=config.weight_decay),
+    # Chen et al., arXiv:2302.06675, with its decays of 0.9 and 0.99.
+    "lion": lambda config, rate: optax.lion(
+        rate, b1=0.9, b2=0.99, weight_decay=config.weight_decay),
+    # Jordan et al. (kellerjordan.github.io/posts/muon); updates are scaled as in Moonlight,
+    # arXiv:2502.16982, equation 4, so that AdamW's rates fit.
+    "muon": lambda config, rate: muon(
+        rate, weight_decay=config.weight_decay, adam_weight_decay=config.weight_decay,
+        adam_b1=B1, adam_b2=B2, consistent_rms=0.2, muon_weight_dimension_numbers=_matrices),
+    # Shazeer and Stern, arXiv:1804.04235, without momentum and without a rate relative to the
+    # weights.
+    "adafactor": lambda config, rate: optax.adafactor(
+        rate, multiply_by_parameter_scale=False,
+        weight_decay_rate=lambda count: config.weight_decay * rate(count))}

@@ -13,14 +13,21 @@ from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.rl import learner, programs, teacher
+from specrl_jax.model.tokenizer import Tokenizer, check_same_tokens
+from specrl_jax.rl import learner, programs
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
-from specrl_jax.rl.teacher import Teacher
 from specrl_jax.runtime.compilation import Compiler, Name
 from specrl_jax.structs import Array, Metrics, ModelParams, Params, Rollout
+
+
+class Teacher(NamedTuple):
+    """The teacher of on-policy distillation: a frozen model that scores what the policy sampled."""
+
+    arch: Architecture
+    params: Params  # in model.dtype, split as the learner's
 
 
 class Frozen(NamedTuple):
@@ -40,18 +47,33 @@ def load(config: Config, source: weights.Source, mesh: Mesh, say: Callable[[str]
       ConfigError: the teacher does not exist or has other tokens.
     """
     described = architecture.describe(source.arch, layers.are_scanned(sharding.platform(mesh)))
-    for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh,
-                                                architecture.is_param)):
+    for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh)):
         say(f"replicated, because the mesh does not divide it: {axis}")
     say(f"loading {source.source}")
-    whole = source.params(sharding.shardings(described, sharding.LEARNER_RULES, mesh,
-                                             architecture.is_param))
+    whole = source.params(sharding.shardings(described, sharding.LEARNER_RULES, mesh))
     base, params = programs.initial(config, source.arch, mesh, whole)
     identities = {"base": layers.identity(whole)} if base is not None or config.rl.kl else {}
     reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None  # updates donate params
-    if taught := teacher.load(config, source.tokenizer, mesh, say):
+    if taught := _load_teacher(config, source.tokenizer, mesh, say):
         identities["teacher"] = layers.identity(taught.params)
     return Frozen(base, reference, taught, identities), params
+
+
+def _load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh, say: Callable[[str], None]
+                  ) -> Teacher | None:
+    """Reads the model at `rl.teacher`; returns None if there is none, or no update reads it.
+
+    Raises:
+      ConfigError: there is no such model, or its tokens are not those of `tokenizer`.
+    """
+    if not config.rl.teacher or not config.rl.updates:
+        return None
+    source = weights.describe_source(config.rl.teacher, field="rl.teacher")
+    check_same_tokens("rl.teacher", config.rl.teacher, source.tokenizer, tokenizer)
+    say(f"loading the teacher {source.source}")
+    frozen = programs.abstract_frozen(config, source.arch, mesh)
+    shardings = jax.tree.map(lambda a: a.sharding, frozen)
+    return Teacher(source.arch, lora.freeze(source.params(shardings), config.model.dtype))
 
 
 class Policy:
@@ -98,7 +120,7 @@ class Policy:
           The new state; metrics of `learner.over_steps` and of speed. With rl.updates = 0 the loss
           is 0, an empty sum, and the gap is that of the first micro-batch in canonical order.
         """
-        began, parts = time.perf_counter(), self._minibatches(experience)
+        began, parts = time.perf_counter(), self.minibatches(experience)
         if not self.config.rl.updates:
             return state, _named(self._gap(state.params, parts[0][0]))
         old, initial, taught = zip(*(self._fixed_logprobs(state, part) for part in parts),
@@ -134,7 +156,7 @@ class Policy:
             sums.append(of_part)
         return np.concatenate(sums)[::together]
 
-    def _minibatches(self, experience: Experience) -> list[tuple[Batch, Totals]]:
+    def minibatches(self, experience: Experience) -> list[tuple[Batch, Totals]]:
         """Returns the batch of each optimiser step, on the devices."""
         shardings = programs.batch_shardings(self.mesh)
         return [sharding.put(shardings, part) for part in programs.host_batches(

@@ -31,7 +31,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
     is split over all data shards; everything else of it is replicated.
     """
     described = lora.trained(arch, config.learner, _scanned(mesh))
-    shardings, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
+    shardings, moments = (sharding.shardings(described, rules, mesh)
                        for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
@@ -58,7 +58,7 @@ def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | No
 def abstract_frozen(config: Config, arch: Architecture, mesh: Mesh) -> Params:
     """Returns the shapes and shardings of weights that the learner only reads."""
     described = architecture.describe(arch, _scanned(mesh))
-    shardings = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.LEARNER_RULES, mesh)
     whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), described,
                          is_leaf=architecture.is_param)
     return abstract(jax.eval_shape(lambda w: lora.freeze(w, config.model.dtype), whole), shardings)
@@ -82,7 +82,7 @@ def initial(config: Config, arch: Architecture, mesh: Mesh, weights: Params
 def merge(config: Config, arch: Architecture, mesh: Mesh) -> Program:
     """Returns the program that merges adapters into those weights of the rollout that change."""
     described = lora.merged_part(config.learner, architecture.describe(arch, _scanned(mesh)))
-    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh)
     function = functools.partial(lora.merge, config.learner, jnp.dtype(config.model.dtype))
     return Program("merge", jax.jit(function, out_shardings=shardings),
                    (abstract_base(config, arch, mesh), abstract_state(config, arch, mesh).params))
@@ -106,18 +106,8 @@ def batch_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def reads_old(config: Config) -> bool:
     """Returns whether updates read log-probabilities of the policy that acted."""
-    return _steps(config) > 1 or config.learner.old_logprob == "rollout"
-
-
-def needs_logprobs(config: Config) -> bool:
-    """Returns whether a step computes log-probabilities apart from the update."""
-    kl, old = config.rl.kl, config.learner.old_logprob
-    return bool(kl) or (_steps(config) > 1 and old == "learner")
-
-
-def _steps(config: Config) -> int:
-    """Returns the optimiser steps on each rollout; only the first one's ratios are 1."""
-    return config.rl.updates * config.rl.minibatches
+    steps = config.rl.updates * config.rl.minibatches  # only the first one's ratios are 1
+    return steps > 1 or config.learner.old_logprob == "rollout"
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> tuple[Batch, Totals]:
@@ -148,7 +138,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, config)),
                                      out_shardings=replicated), (state.params, batch, base))
         return
-    if needs_logprobs(config):
+    if config.rl.kl or reads_old(config) and config.learner.old_logprob == "learner":
         yield compute_logprobs(config, arch, mesh)
     if config.rl.kl_in_reward:
         yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),

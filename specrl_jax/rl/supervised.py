@@ -4,7 +4,6 @@ With `rl.loss=reinforce` an advantage of 1 makes the update's loss the mean nega
 of response tokens. Packing, optimiser, adapters, sharding and precision are the same as in RL.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,15 +17,16 @@ from specrl_jax.config import Config, ConfigError, check, override
 from specrl_jax.data.chats import conversation, template_variables
 from specrl_jax.data.datasets.jsonl import files
 from specrl_jax.data.prompt_order import step_prompts
-from specrl_jax.model import architecture, layers, lora
+from specrl_jax.model import layers, lora
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
-from specrl_jax.rl import programs
+from specrl_jax.rl import policy, programs
+from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.rl.optimizer import make_optimizer
+from specrl_jax.rl.policy import Policy
 from specrl_jax.runtime.compilation import Compiler, abstract
 from specrl_jax.runtime.json_lines import read_json_lines
-from specrl_jax.structs import Json, Metrics, Params, PyTree, Rollout
+from specrl_jax.structs import Json, Metrics, Params, PyTree, ignore
 
 FORMS = "needs messages that the assistant has a part in, or a prompt and a completion"
 # Of the RL algorithm and the layout; speculation, rollouts and rewards are not read.
@@ -107,17 +107,15 @@ def _messages(role: str, given: Any) -> list[Any]:
     return given if isinstance(given, list) else [{"role": role, "content": given}]
 
 
-def as_rollout(config: Config, turns: Sequence[Turn]) -> Rollout:
-    """Returns at most `config.sequences` turns in the form of a rollout of that many; the rest is
-    empty."""
-    blank = programs.blank_rollout(config)
-    fields = {f.name: np.array(getattr(blank, f.name)) for f in dataclasses.fields(blank)
-              if isinstance(getattr(blank, f.name), np.ndarray)}
-    fields["length"][:] = 0
+def as_experience(config: Config, turns: Sequence[Turn]) -> Experience:
+    """Returns at most `config.sequences` turns as sequences of an update; the rest is empty."""
+    rollout = jax.tree.map(np.array, programs.blank_rollout(config))
+    rollout.length[:] = 0
     for i, (prompt, response) in enumerate(turns):
-        fields["prompt"][i, : len(prompt)], fields["prompt_length"][i] = prompt, len(prompt)
-        fields["tokens"][i, : len(response)], fields["length"][i] = response, len(response)
-    return dataclasses.replace(blank, **fields)
+        rollout.prompt[i, : len(prompt)], rollout.prompt_length[i] = prompt, len(prompt)
+        rollout.tokens[i, : len(response)], rollout.length[i] = response, len(response)
+    advantage = (rollout.length > 0).astype(np.float32)
+    return Experience(rollout, rollout, advantage, advantage, [], {})
 
 
 class Supervised:
@@ -129,55 +127,39 @@ class Supervised:
 
     def __init__(self, config: Config, source: Source, turns: Sequence[Turn],
                  heldout: Sequence[Turn] = ()) -> None:
-        self.config, self.arch, self.turns, self.heldout = config, source.arch, turns, heldout
+        self.config, self.turns, self.heldout = config, turns, heldout
         self.mesh, self.step_number, self.bad_steps = sharding.make_mesh(config.mesh), 0, 0
-        described = architecture.describe(
-            self.arch, layers.are_scanned(sharding.platform(self.mesh)))
-        loaded = source.params(sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
-                                                  architecture.is_param))
-        self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
-        self._base = None if self.base is None else layers.identity(loaded)
-        shardings = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
-            config, self.arch, self.mesh).optimizer)
-        self.state = LearnerState(params, jax.jit(
-            make_optimizer(config.learner).init, out_shardings=shardings)(params))
-        wanted = [*programs.programs(config, self.arch, self.mesh),
-                  programs.compute_logprobs(config, self.arch, self.mesh)]
+        self.frozen, params = policy.load(config, source, self.mesh, ignore)
+        self._policy = Policy(config, source.arch, self.mesh, self.frozen)
+        self.state = self._policy.init(params)
         with Compiler() as compiler:
-            compiled = {p.name: compiler.add(p) for p in wanted}
-        self._programs = {name: future.result() for name, future in compiled.items()}
-
-    def _batch(self, turns: Sequence[Turn]) -> Any:
-        """Returns the batch of at most `config.sequences` turns, on the devices."""
-        rollout = as_rollout(self.config, turns)
-        advantage = (rollout.length > 0).astype(np.float32)
-        (batch,) = programs.host_batches(self.config, rollout, advantage)
-        return sharding.put(programs.batch_shardings(self.mesh), batch)
+            self._policy.add_programs(compiler)
+            logprobs = compiler.add(programs.compute_logprobs(config, source.arch, self.mesh))
+        self._policy.finish_compiling()
+        self._logprobs = logprobs.result()
 
     def step(self) -> tuple[Metrics, list[Json]]:
         """Runs one update; returns metrics, and which turns it learned."""
         began, step = time.perf_counter(), self.step_number
         chosen = step_prompts(len(self.turns), self.config.seed, step, self.config.sequences)
-        batch, totals = self._batch([self.turns[i] for i in chosen])
-        self.state, results = self._programs["update"](
-            self.state, batch, totals, None, None, self.base, None)
-        metrics: Metrics = jax.tree.map(float, jax.device_get(results))
-        seconds = time.perf_counter() - began
-        kept = ("loss", "grad_norm", "applied", "learning_rate", "policy/entropy")
+        self.state, metrics = self._policy.update(
+            self.state, as_experience(self.config, [self.turns[i] for i in chosen]))
+        kept = ("loss", "grad_norm", "applied", "learning_rate", "policy/entropy",
+                "learn/tokens_per_second", "learn/mfu")
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self.step_number += 1
-        return {"step": step} | {name: metrics[name] for name in kept} | {
-            "time/step": seconds} | programs.speed(
-                self.arch, self.mesh, int(totals.columns), seconds), [
-                    {"prompt_id": int(i)} for i in chosen]
+        return {"step": step, "time/step": time.perf_counter() - began} | {
+            name: metrics[name] for name in kept if name in metrics}, [
+                {"prompt_id": int(i)} for i in chosen]
 
     def heldout_loss(self) -> float:
         """Returns the mean negative log-probability of the held-out turns' response tokens."""
         total, size, tokens = 0.0, self.config.sequences, 0
         for first in range(0, len(self.heldout), size):
-            batch, totals = self._batch(self.heldout[first : first + size])
-            logprobs = np.asarray(self._programs["compute_logprobs"](
-                self.state.params, batch, totals, self.base), np.float64)
+            (batch, totals), = self._policy.minibatches(
+                as_experience(self.config, self.heldout[first : first + size]))
+            logprobs = np.asarray(self._logprobs(
+                self.state.params, batch, totals, self.frozen.base), np.float64)
             lengths = np.asarray(batch.length).sum(-1)
             mask = np.arange(logprobs.shape[-1]) < lengths[..., None]
             total, tokens = total - logprobs[mask].sum(), tokens + int(lengths.sum())
@@ -185,10 +167,9 @@ class Supervised:
 
     def weights(self) -> Params:
         """Returns the trained weights, float32; adapters are merged."""
-        if self.base is None:
-            return self.state.params
-        merged = lora.merge(self.config.learner, np.float32, self.base, self.state.params)
-        return lora.overlay(self.base, merged)
+        base = self.frozen.base
+        return self.state.params if base is None else lora.overlay(
+            base, lora.merge(self.config.learner, np.float32, base, self.state.params))
 
     # Persistence.
 
@@ -198,8 +179,7 @@ class Supervised:
 
     def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
-        return {"step": self.step_number, "bad_steps": self.bad_steps} | (
-            {"base": self._base} if self._base else {})
+        return {"step": self.step_number, "bad_steps": self.bad_steps} | self.frozen.identities
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; returns whether there is one."""
@@ -207,7 +187,8 @@ class Supervised:
         if restored is None:
             return False
         _, arrays, meta = restored
-        layers.check_identity("model.path", self.config.model.path, meta.get("base"), self._base)
+        layers.check_identity("model.path", self.config.model.path, meta.get("base"),
+                              self.frozen.identities.get("base"))
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         return True

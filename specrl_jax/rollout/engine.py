@@ -19,13 +19,12 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
-from specrl_jax.rollout import calibration, counted, refill
-from specrl_jax.rollout.calibration import Reliability
+from specrl_jax.rollout import host_view, refill
 from specrl_jax.rollout.decode_loop import launch
-from specrl_jax.rollout.host_view import Forecast, HostView
+from specrl_jax.rollout.host_view import Forecast, HostView, Reliability
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
-from specrl_jax.rollout.plan import NOT_FORCED, Decoder
-from specrl_jax.rollout.slots import EMPTY, Slots
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Weights
+from specrl_jax.rollout.slots import EMPTY
 from specrl_jax.rollout.state import Speculation
 from specrl_jax.runtime.compilation import Compiler, Name, Program, abstract
 from specrl_jax.runtime.step_timer import StepTimer
@@ -220,6 +219,8 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(request)
+        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        weights = Weights(params, drafter_params)
         timer, view = StepTimer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
         control, known = speculation.control, speculation.acceptance
@@ -227,16 +228,20 @@ class Engine:
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):
-                state = self._fill_slots(state, params, drafter_params, request, view)
+                state = (self._refill(weights, state, request, view)
+                         if view.waiting.any() else self._compact(state, view))
                 jax.block_until_ready(state.root)
-            state = state.replace(**self._place(forecast.changes(view, known)))
+            changes = forecast.changes(view, known)
+            state = state.replace(**sharding.arguments(
+                {name: whole if name == "estimate" else rows for name in changes}, changes))
             with timer("launch"):
                 state, control, seen = self.launch(
-                    view.batch, params, drafter_params, state, control, rounds=rounds,
-                    waiting=view.waiting, force=force,
+                    weights, view.batch, state, control, rounds=rounds, waiting=view.waiting,
+                    force=force,
                     smaller=0 if view.waiting.any() else self.shapes.smaller(view.batch))
                 seen = jax.tree.map(np.asarray, seen)
-            trace.append(view.end_launch(seen, self.shapes.shards, self._agreed(timer.last)))
+            seconds = float(agreed(np.float64(timer.last)))
+            trace.append(view.end_launch(seen, self.shapes.shards, seconds))
             control, trace[-1].control = self.decoder.controller.end_chunk(
                 jax.tree.map(np.asarray, control), trace[-1])
             progress(int(view.done.sum()), view.done.size, int(view.length.sum()))
@@ -245,9 +250,8 @@ class Engine:
         return self._result(state, view, trace, timer, known), speculation.replace(
             control=control, acceptance=acceptance.merge(known, view.outcomes, MEMORY))
 
-    def launch(self, batch: int, params: Params, drafter_params: DrafterParams,
-               state: RolloutState, control: ControlState, *, waiting: np.ndarray, rounds: int,
-               smaller: int, force: np.ndarray = UNFORCED
+    def launch(self, weights: Weights, batch: int, state: RolloutState, control: ControlState, *,
+               waiting: np.ndarray, rounds: int, smaller: int, force: np.ndarray = UNFORCED
                ) -> tuple[RolloutState, ControlState, PyTree]:
         """Runs a compiled launch, which uses up `state`.
 
@@ -260,56 +264,39 @@ class Engine:
             (whole, sharding.rows(self.mesh), whole, whole, whole),
             (jax.tree.map(np.asarray, control), waiting, np.int32(rounds), np.int32(smaller),
              force))
-        return self._programs["launch", batch](params, drafter_params, state, *args)
+        return self._programs["launch", batch](*weights, state, *args)
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
         """Returns the state of the next smaller batch, with `slots` i32[shards * rows]."""
         return self._programs["select_rows", batch](state, self.put_rows(slots))
-
-    def _place(self, fields: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Returns host arrays of a state's fields on the device; all but `estimate` are by row."""
-        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
-        return sharding.arguments({n: whole if n == "estimate" else rows for n in fields}, fields)
-
-    def _agreed(self, seconds: float) -> float:
-        """Returns process 0's seconds, because controllers of all processes must decide alike."""
-        if jax.process_count() == 1:
-            return seconds
-        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
     def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord],
                 timer: StepTimer, known: Acceptance) -> Result:
         """Collects what was generated and what it cost."""
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
-        judged = calibration.judge(view.outcomes, acceptance.table(
+        judged = host_view.judge(view.outcomes, acceptance.table(
             known, jax.tree.map(np.zeros_like, view.outcomes)))
-        return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
-                      by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
-                      calibration=judged, rule=self.decoder.rule,
-                      seconds=timer.total,
-                      prefill_seconds=timer["prefill"])
+        by_drafter = {name: {kind: int(getattr(counters, kind)[:, i].sum())
+                             for kind in ("drafted", "accepted")}
+                      for i, name in enumerate(self.decoder.drafter.names)}
+        return Result(sequences=sequences, counters=host_view.total_counts(counters), trace=trace,
+                      by_drafter=by_drafter, calibration=judged, rule=self.decoder.rule,
+                      seconds=timer.total, prefill_seconds=timer["prefill"])
 
-    def _fill_slots(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                    request: RolloutRequest, view: HostView) -> RolloutState:
-        """Seats waiting sequences, or moves to a smaller batch where none wait."""
-        if view.waiting.any():
-            return self._refill(state, params, drafter_params, request, view.slots, view.done)
-        return self._compact(state, view)
-
-    def _refill(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                request: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
+    def _refill(self, weights: Weights, state: RolloutState, request: RolloutRequest,
+                view: HostView) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
         Prompts run in the largest compiled batches that need no padding, because padding costs as
         much as prompts do; of several shards, those with fewer new prompts are padded.
         """
         s = self.shapes
-        per_shard = s.sequences // s.group
-        while any(one.has_free(d) and one.waiting for one, d in zip(slots, done, strict=True)):
-            new = max(one.new_prompts(d) for one, d in zip(slots, done, strict=True))
+        per_shard, shards = s.sequences // s.group, list(zip(view.slots, view.done, strict=True))
+        while any(slots.has_free(done) and slots.waiting for slots, done in shards):
+            new = max(slots.new_prompts(done) for slots, done in shards)
             at_once = max(p for p, _ in s.prefills if p <= max(new, 1))
-            plans = [one.refill(d, at_once) for one, d in zip(slots, done, strict=True)]
+            plans = [slots.refill(done, at_once) for slots, done in shards]
             tokens = [[request.prompts[i * per_shard + p] for p in plan.prompts]
                       for i, plan in enumerate(plans)]
             ends = [[request.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
@@ -321,11 +308,11 @@ class Engine:
                 copy=np.concatenate([p.copy for p in plans]),
                 root=np.asarray([p[-1] for p in flat], np.int32),
                 length=np.asarray([len(p) - 1 for p in flat], np.int32)))
-            state = self._seat(state, params, drafter_params, fill, tokens)
+            state = self._seat(weights, state, fill, tokens)
         return state
 
-    def _seat(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-              fill: SlotFill, tokens: list[list[Sequence[int]]]) -> RolloutState:
+    def _seat(self, weights: Weights, state: RolloutState, fill: SlotFill,
+              tokens: list[list[Sequence[int]]]) -> RolloutState:
         """Prefills new prompts in the smallest shape that holds every shard's, or copies slots."""
         most = max(map(len, tokens))
         if most == 0:
@@ -334,7 +321,7 @@ class Engine:
         count, width = next((p, w) for p, w in self.shapes.prefills if p >= most and w >= longest)
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]
         program = self._programs["prefill", count, width]
-        return program(params, drafter_params, state, fill, *self.put_rows(pad(padded, width)))
+        return program(*weights, state, fill, *self.put_rows(pad(padded, width)))
 
     def _compact(self, state: RolloutState, view: HostView) -> RolloutState:
         """Moves to smaller batches while every shard's live rows fit."""
@@ -345,3 +332,8 @@ class Engine:
             state = self.shrink(view.batch, state, np.concatenate(taken))
             view.batch = smaller
         return state
+
+
+def agreed(tree: PyTree) -> PyTree:
+    """Returns process 0's arrays in every process, because all of them must decide alike."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)

@@ -161,15 +161,18 @@ class Layout:
 
     def abstract(self, batch: int) -> RolloutState:
         """Returns shapes, dtypes and shardings of a state with `batch` slots a shard."""
-        total = self.shapes.sequences * self.shapes.shards
-        real, whole = np.zeros(total, np.float32), np.zeros(total, np.int32)
-        blank = RolloutRequest(
-            prompts=[[0]] * (total // self.shapes.group), keys=np.zeros((total, 2), np.uint32),
-            temperature=real, top_p=real, top_k=whole, limit=whole)
-        state = self.host_state(blank, batch)
+        state = self.host_state(self.blank_request(), batch)
         like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
+
+    def blank_request(self) -> RolloutRequest:
+        """Returns a request of the engine's size whose prompts have one token."""
+        s = self.shapes
+        total = s.sequences * s.shards
+        return make_request([[0]] * (total // s.group),
+                            np.arange(2 * total, dtype=np.uint32).reshape(total, 2), s.group,
+                            RolloutConfig(max_new_tokens=s.response))
 
     def abstract_kv(self, batch: int) -> KVCache:
         """Returns shapes, dtypes and shardings of the cache of `batch` slots a shard."""

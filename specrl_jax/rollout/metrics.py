@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specrl_jax.metrics import launches
-from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.host_view import Reliability
 from specrl_jax.structs import Metrics, Rollout
 from specrl_jax.verify.registry import RULES
 

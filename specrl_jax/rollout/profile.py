@@ -11,18 +11,16 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError
 from specrl_jax.control import cost_file, cost_model
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.layout import RolloutRequest
-from specrl_jax.rollout.plan import buckets_of
+from specrl_jax.rollout.engine import Engine, agreed
+from specrl_jax.rollout.plan import Weights, buckets_of
 from specrl_jax.runtime.machine import cores, processor
-from specrl_jax.structs import DrafterParams, Json, Params, PyTree, RolloutState
+from specrl_jax.structs import DrafterParams, Json, Params, RolloutState
 
 SECONDS = 2.5  # of all measured launches; a batch size is measured at least once
 MOST_SWEEPS = 9  # over the launches of a batch size
@@ -59,8 +57,7 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
            ) -> CostTable | None:
     """Returns the costs in a file, in every process those of process 0; see `cost_file.load`.
 
-    Args:
-      path: of the file; empty is one in the user's cache directory.
+    An empty `path` is that of a file in the user's cache directory.
     """
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
     file = cost_file.path_of(path, wanted) if jax.process_index() == 0 else None
@@ -70,19 +67,20 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
         if path:
             raise
         stored_costs = None  # a damaged file of the cache, which is replaced
-    known = _agreed(np.float32(stored_costs is not None))
-    return _agreed(blank if stored_costs is None else stored_costs) if known else None
+    known = agreed(np.float32(stored_costs is not None))
+    return agreed(blank if stored_costs is None else stored_costs) if known else None
 
 
 def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path: str,
              about: Json) -> CostTable:
     """Measures the costs of all batch sizes, and writes the file of `stored`."""
     limits, measured_seconds = limits_of(engine), {}
-    launches = Launches(engine, params, drafter_params)
+    launches = Launches(engine, Weights(params, drafter_params))
     for rows in engine.shapes.batches:
         rounds = 1 if launches.warm_up(rows) > LONG else ROUNDS
         measured_seconds |= least_seconds(
-            launches.run, cost_model.points(limits, rows, rounds, reads(engine)),
+            launches.run, cost_model.points(limits, rows, rounds,
+                                            engine.decoder.drafter.needs_catch_up),
             SECONDS / len(engine.shapes.batches))
     costs = cost_model.fit(measured_seconds, limits)
     if jax.process_index() == 0:
@@ -96,8 +94,7 @@ def least_seconds(run: Callable[[Point], float], points: Sequence[Point], allowe
                   ) -> dict[Point, float]:
     """Returns the least of what `run` returns for each point, over one or more sweeps.
 
-    Args:
-      allowed: seconds; another sweep starts only if it is expected to end within them.
+    Another sweep starts only if it is expected to end within the `allowed` seconds.
     """
     sweeps, spent = [], 0.0
     while not sweeps or (len(sweeps) < MOST_SWEEPS
@@ -107,18 +104,13 @@ def least_seconds(run: Callable[[Point], float], points: Sequence[Point], allowe
     return {point: min(sweep[point] for sweep in sweeps) for point in points}
 
 
-def reads(engine: Engine) -> bool:
-    """Returns whether the drafter must read positions that it has not seen before it drafts."""
-    return engine.decoder.drafter.needs_catch_up
-
-
 class Launches:
     """Runs launches from made-up states, of batch sizes that never grow."""
 
-    def __init__(self, engine: Engine, params: Params, drafter_params: DrafterParams) -> None:
-        self.engine, self.params = engine, (params, drafter_params)
+    def __init__(self, engine: Engine, weights: Weights) -> None:
+        self.engine, self.weights = engine, weights
         self.control = engine.decoder.controller.init(None)
-        self.state, self.batch = engine.begin(_request(engine)), engine.shapes.batch
+        self.state, self.batch = engine.begin(engine.layout.blank_request()), engine.shapes.batch
 
     def warm_up(self, rows: int) -> float:
         """Moves to a batch size; returns the seconds of a launch of one plain round."""
@@ -131,29 +123,15 @@ class Launches:
 
     def run(self, point: Point) -> float:
         """Runs one launch; returns its seconds, in every process those of process 0."""
-        engine, (params, drafter_params) = self.engine, self.params
+        engine = self.engine
         state = _stage(engine, self.state, point)
         began = time.perf_counter()
         self.state, _, _ = engine.launch(
-            point.rows, params, drafter_params, state, self.control, rounds=point.rounds,
-            smaller=0, waiting=np.zeros(engine.shapes.shards, np.int32),
+            self.weights, point.rows, state, self.control, rounds=point.rounds, smaller=0,
+            waiting=np.zeros(engine.shapes.shards, np.int32),
             force=np.asarray([point.steps, point.bucket], np.int32))
         jax.block_until_ready(self.state)
-        return float(_agreed(np.float64(time.perf_counter() - began)))
-
-
-def _agreed(tree: PyTree) -> PyTree:
-    """Returns process 0's arrays, in every process."""
-    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
-
-
-def _request(engine: Engine) -> RolloutRequest:
-    s = engine.shapes
-    total = s.sequences * s.shards
-    whole = {"temperature": np.ones(total, np.float32), "top_p": np.ones(total, np.float32),
-             "top_k": np.zeros(total, np.int32), "limit": np.full(total, s.response, np.int32)}
-    return RolloutRequest(prompts=[[0]] * (total // s.group),
-                          keys=np.arange(2 * total, dtype=np.uint32).reshape(total, 2), **whole)
+        return float(agreed(np.float64(time.perf_counter() - began)))
 
 
 def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
@@ -162,7 +140,7 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
     The drafter reads what each measured round commits, as part of the cost of drafting.
     """
     s, layout = engine.shapes, engine.layout
-    host = layout.host_state(_request(engine), point.rows)
+    host = layout.host_state(layout.blank_request(), point.rows)
     slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
     host = host.replace(
         seq=np.tile(slots.astype(np.int32), s.shards),

@@ -138,11 +138,7 @@ def commit_round(decoder: Decoder, weights: Weights, state: RolloutState, fronti
 
 def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, pruned: Pruned,
             count: Array, rounds: Array) -> RolloutState:
-    """Shows the controller the `rounds` i32[] that ran by a plan and the tokens they committed.
-
-    Args:
-      count: i32[B].
-    """
+    """Shows the controller the `rounds` that ran by a plan and their `count` i32[B] of tokens."""
     outcome = Outcome(planned.load, _shown(decoder, pruned.tree), pruned.live, pruned.bucket,
                       count, rounds)
     return state.replace(control=decoder.controller.observe(state.control, planned.plan, outcome))
@@ -272,10 +268,7 @@ def gather(pruned: Pruned, packed: Packed, output: Forwarded, verdict: Verdict, 
 def packing_of(live: Array, parent: Array, packed: int) -> Packing:
     """Returns the packing of a bucket's nodes, in order where all of them fit.
 
-    Args:
-      live: bool[B, n].
-      parent: i32[B, n].
-      packed: W, at least the live nodes.
+    Args: live bool[B, n], parent i32[B, n], packed W, at least the live nodes.
     """
     batch, nodes = live.shape
     if packed == batch * nodes:

@@ -120,7 +120,8 @@ class Sampler:
     def initial_state(self, params: Params, version: int = 0) -> InitialState:
         """Publishes a model's weights and the drafter's own; speculation has learned nothing."""
         policy = self.publish(params, version)
-        drafter = self.publish_drafter(policy, self.load_drafter(), 0)
+        drafter = self.publish_drafter(policy, sharding.put(
+            self.drafters.shardings(self.mesh), self.drafters.weights), 0)
         trained_with = self.drafters.actor
         mine = layers.identity(policy.params) if trained_with else ""
         # Bits compare only where both have one dtype.
@@ -132,10 +133,6 @@ class Sampler:
     def publish(self, params: Params, version: int) -> PublishedPolicy:
         """Returns `params` as rollouts read them: cast and resharded, or as they are."""
         return PublishedPolicy(self._cast(params), version)
-
-    def load_drafter(self) -> tuple[DrafterParams, ...]:
-        """Returns the weights of each part of the drafter as its files have them, on the mesh."""
-        return sharding.put(self.drafters.shardings(self.mesh), self.drafters.weights)
 
     def publish_drafter(self, policy: PublishedPolicy, weights: Sequence[DrafterParams],
                         version: int, enabled: bool = True) -> PublishedDrafter:
@@ -310,5 +307,4 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
 
 def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
     """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
-    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
-                              architecture.is_param)
+    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh)

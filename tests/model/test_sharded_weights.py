@@ -41,7 +41,7 @@ directory, address, process = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
 source = describe_source(directory)
 places = sharding.shardings(architecture.describe(source.arch), sharding.LEARNER_RULES,
-                            sharding.make_mesh(MeshConfig(fsdp=2)), architecture.is_param)
+                            sharding.make_mesh(MeshConfig(fsdp=2)))
 params = jax.block_until_ready(source.params(places))
 print(sum(shard.data.nbytes for a in jax.tree.leaves(params) for shard in a.addressable_shards),
       resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -51,7 +51,7 @@ needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in te
 
 def placed(arch: Architecture, mesh: MeshConfig, stacked: bool = False) -> PyTree:
     return sharding.shardings(architecture.describe(arch, stacked), sharding.LEARNER_RULES,
-                              sharding.make_mesh(mesh), architecture.is_param)
+                              sharding.make_mesh(mesh))
 
 
 @needs_8

@@ -14,7 +14,7 @@ from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.rl import experience, losses
 from specrl_jax.rl.advantage import ADVANTAGES
-from specrl_jax.rl.corrections import CORRECTIONS
+from specrl_jax.rl.losses import CORRECTIONS
 from specrl_jax.training.saving import restore
 
 LENGTHS = np.array([[5, 2], [3, 6]])

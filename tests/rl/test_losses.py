@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.config import ConfigError, RLConfig
 from specrl_jax.rl import losses as pl
-from specrl_jax.rl.corrections import CORRECTIONS, LIMIT
+from specrl_jax.rl.losses import CORRECTIONS, LIMIT
 
 CLIP = dict(clip_low=0.2, clip_high=0.5)
 PPO = dict(loss=pl.ppo_clip, correction=CORRECTIONS["none"], rl=RLConfig(**CLIP))

@@ -11,7 +11,7 @@ import pytest
 
 from specrl_jax.config import RLConfig
 from specrl_jax.rl import losses
-from specrl_jax.rl.corrections import CORRECTIONS
+from specrl_jax.rl.losses import CORRECTIONS
 
 pytestmark = pytest.mark.full
 B, T = 5, 7

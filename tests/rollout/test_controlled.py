@@ -19,6 +19,7 @@ from helpers import (
     tiny_arch,
     tiny_params,
 )
+from jax.experimental import multihost_utils
 from studies.recorded import replay, replay_params
 
 from specrl_jax import sharding
@@ -151,12 +152,12 @@ def test_processes_share_the_costs_of_process_0(
         profile.measured(budget.engine, PARAMS, knobs(0), str(file), {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(profile.sharding, "put", lambda place, tree: jax.device_put(tree, place))
-    monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all",
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all",
                         lambda mine: sent.append(mine) or mine)
     first = profile.stored(budget.engine, str(file), {})
     left = iter(sent)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
     other = profile.stored(budget.engine, str(tmp_path / "none.json"), {})
     assert not list(left) and (first is not None) == known
     jax.tree.map(np.testing.assert_array_equal, other, first)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specrl_jax.rollout.lengths import expected_lengths
+from specrl_jax.rollout.host_view import expected_lengths
 
 LIMIT = np.full(4, 100, np.int32)
 

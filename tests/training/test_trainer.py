@@ -19,8 +19,8 @@ from specrl_jax.draft import response_cache
 from specrl_jax.metrics import run_files
 from specrl_jax.metrics.names import find
 from specrl_jax.metrics.progress import Progress
-from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.host_view import judge
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.runtime.compilation import CompilationCounter, Compiler
