@@ -104,9 +104,9 @@ def spied(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[Any, ..
     """(rows, steps, bucket, contexts, rounds asked, rounds run) of each launch."""
     ran: list[tuple[Any, ...]] = []
 
-    def launch(batch: int, params: Any, own: Any, state: Any, control: Any, **asked: Any) -> Any:
+    def launch(weights: Any, batch: int, state: Any, control: Any, **asked: Any) -> Any:
         before, contexts = int(state.counters.rounds[0]), np.unique(state.cache.length)
-        out = Engine.launch(engine, batch, params, own, state, control, **asked)
+        out = Engine.launch(engine, weights, batch, state, control, **asked)
         ran.append((batch, *map(int, asked["force"]), *map(int, contexts), asked["rounds"],
                     int(out[0].counters.rounds[0]) - before))
         return out
