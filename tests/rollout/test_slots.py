@@ -88,10 +88,10 @@ def test_one_shard_runs_no_padding_prompts(bench, monkeypatch):
     """Five slots of two samples: prefills of one prompt and of three are compiled."""
     run, seat = [], bench.plain._seat
 
-    def watched(state, params, drafter_params, fill, tokens):
+    def watched(weights, state, fill, tokens):
         run.append((len(tokens[0]), min(p for p, _ in bench.plain.shapes.prefills
                                         if p >= len(tokens[0]))))
-        return seat(state, params, drafter_params, fill, tokens)
+        return seat(weights, state, fill, tokens)
 
     monkeypatch.setattr(bench.plain, "_seat", watched)
     bench.run_plain(limit=np.full(12, 1))  # all end at once: two new prompts, and one that is held
