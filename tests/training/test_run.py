@@ -115,7 +115,7 @@ def test_files_that_differ_between_processes_are_refused_first(
     def share(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         if name != "the files":
             return [mine, mine]
-        return [mine, mine | {f"{field} {part}": "another"}]
+        return [mine, mine | dict.fromkeys(mine.keys() & {f"{field} {part}"}, "another")]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(run.resume.processes, "share", share)
