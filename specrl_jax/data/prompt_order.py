@@ -1,7 +1,7 @@
-"""Which prompts a step uses, and which of their groups it learns from. Host functions.
+"""Which prompts each step uses. Host functions.
 
-Both depend on the seed and on rewards alone, so that speculation, batch order and a resume change
-nothing.
+The order depends on the seed and on rewards alone, so that speculation, batch order and a resume
+change nothing.
 """
 
 import collections
@@ -68,23 +68,6 @@ def observe(history: PromptHistory, indices: np.ndarray, rewards: np.ndarray) ->
     np.add.at(passed, indices, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
     return PromptHistory(drawn=np.asarray(history.drawn + len(indices), np.int32), tried=tried,
                          passed=passed)
-
-
-def chosen(advantage: np.ndarray, wanted: int) -> np.ndarray:
-    """Returns the indices of the groups that a step learns from, i64[wanted], ascending.
-
-    The first groups with an advantage; if they are too few, the first of the others fill up.
-    DAPO's dynamic sampling, arXiv:2503.14476, equation 11.
-
-    Args:
-      advantage: f32[groups, M] in the order in which their prompts were drawn.
-    """
-    return np.sort(np.argsort(~useful(advantage), kind="stable")[:wanted])
-
-
-def useful(advantage: np.ndarray) -> np.ndarray:
-    """Returns which groups have an advantage other than 0, bool[groups]."""
-    return (advantage != 0).any(1)
 
 
 def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int) -> np.ndarray:

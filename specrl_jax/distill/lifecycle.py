@@ -25,12 +25,12 @@ from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, Speculation
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree
 
-Sample = Callable[[int], Experience]
+GenerateExperience = Callable[[int], Experience]
 """Generates and rewards the prompts of a step outside RL."""
 
 
 class Version(struct.PyTreeNode):
-    """Weights that passed all checks."""
+    """Weights, numbered; those of `LifecycleState.good` have passed all checks."""
 
     weights: tuple[DrafterParams, ...]  # of each part
     learner: LearnerState | None = None  # of the trainable part, from which training continues
@@ -43,17 +43,17 @@ class Version(struct.PyTreeNode):
 
     @property
     def fault(self) -> str:
-        """A fault that the weights show by themselves; "" if none."""
+        """The first fault detectable from the weights alone; "" if there is none."""
         return next((summary.fault for summary in self.summaries if summary.fault), "")
 
 
 class LifecycleState(struct.PyTreeNode):
     """The drafter of a run.
 
-    `published` is what rollouts read; it is not enabled after a fault that nothing repaired, until
-    a good version is published. `good` is the last good version, and the learner's state. `rate` is
-    what the probe expects (None: not probed yet); `seconds` f64[2] were spent on the drafter and
-    saved by speculation.
+    `published` is what rollouts read. After a fault that could not be repaired it stays disabled
+    until a good version is published. `good` is the last good version, and the learner's state.
+    `rate` is what the probe expects (None: not probed yet); `seconds` f64[2] were spent on the
+    drafter and saved by speculation.
     """
 
     published: PublishedDrafter
@@ -64,7 +64,7 @@ class LifecycleState(struct.PyTreeNode):
     faults: int = struct.field(pytree_node=False, default=0)
 
 
-Step = tuple[LifecycleState, Metrics]
+Updated = tuple[LifecycleState, Metrics]
 
 
 class Lifecycle:
@@ -83,7 +83,7 @@ class Lifecycle:
         return state
 
     def before_rollout(self, state: LifecycleState, policy: PublishedPolicy,
-                       speculation: Speculation, step: int, sample: Sample) -> Step:
+                       speculation: Speculation, step: int, sample: GenerateExperience) -> Updated:
         """Verifies what is about to draft and repairs it; trains it once before RL if asked to."""
         return state, {}
 
@@ -95,19 +95,21 @@ class Lifecycle:
         return _enabled(state, False).replace(faults=state.faults + 1)
 
     def collect(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-                experience: Experience, step: int) -> Step:
-        """Reads a finished rollout while the policy that generated it is still published.
+                experience: Experience, step: int) -> Updated:
+        """Does nothing here. `LearningLifecycle` publishes the result of overlapped training and
+        stores features, while the policy that generated the rollout is still published.
 
         Uses up the features of `state`, see `Features`.
         """
         return state, {}
 
     def after_update(self, state: LifecycleState, policy: PublishedPolicy,
-                     speculation: Speculation, step: int) -> Step:
-        """Binds the drafter to the new policy, and trains and publishes it if that is due."""
+                     speculation: Speculation, step: int) -> Updated:
+        """Binds the drafter to the new policy; `LearningLifecycle` then trains it if that is due.
+        """
         return self.bind(state, policy), {}
 
-    def account(self, state: LifecycleState, spent: float, saved: float) -> Step:
+    def account(self, state: LifecycleState, spent: float, saved: float) -> Updated:
         """Adds a step's seconds: spent on the drafter outside rollouts, saved by speculation."""
         return state, {}
 
@@ -164,7 +166,7 @@ class VerifiedLifecycle(Lifecycle):
         return self._disable(state, fault) if fault and state.published.enabled else state
 
     def before_rollout(self, state: LifecycleState, policy: PublishedPolicy,
-                       speculation: Speculation, step: int, sample: Sample) -> Step:
+                       speculation: Speculation, step: int, sample: GenerateExperience) -> Updated:
         fault, good = self._verify(state, policy), state.good
         if fault and state.published.enabled:
             state = self._report(state, f"drafter version {good.number}: {fault}; publishing the "
@@ -175,7 +177,7 @@ class VerifiedLifecycle(Lifecycle):
         return state, {"drafter/faults": state.faults, "checksum/drafter": good.checksum,
                        "drafter/disabled": float(not state.published.enabled)} | _named(fault)
 
-    def account(self, state: LifecycleState, spent: float, saved: float) -> Step:
+    def account(self, state: LifecycleState, spent: float, saved: float) -> Updated:
         seconds = state.seconds + (spent, saved)
         return state.replace(seconds=seconds), {
             "time/distill": spent, "time/speculation_net": float(seconds[1] - seconds[0])}
@@ -266,7 +268,7 @@ class LearningLifecycle(VerifiedLifecycle):
         return state
 
     def before_rollout(self, state: LifecycleState, policy: PublishedPolicy,
-                       speculation: Speculation, step: int, sample: Sample) -> Step:
+                       speculation: Speculation, step: int, sample: GenerateExperience) -> Updated:
         metrics: Metrics = {"distill/updates": 0}
         if self._options.when == "once" and step == 0:
             for number in range(self._options.rollouts):
@@ -277,7 +279,7 @@ class LearningLifecycle(VerifiedLifecycle):
         return state, metrics | verified
 
     def collect(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-                experience: Experience, step: int) -> Step:
+                experience: Experience, step: int) -> Updated:
         metrics: Metrics = {}
         training, options = self.training, self._options
         if (result := self._online(state).result) is not None:
@@ -295,7 +297,7 @@ class LearningLifecycle(VerifiedLifecycle):
         return state, metrics
 
     def after_update(self, state: LifecycleState, policy: PublishedPolicy,
-                     speculation: Speculation, step: int) -> Step:
+                     speculation: Speculation, step: int) -> Updated:
         state, _ = super().after_update(state, policy, speculation, step)
         metrics: Metrics = {"distill/buffer_bytes": self.training.ring.nbytes}
         if self._options.overlap or not self._due(state, step):
@@ -312,7 +314,7 @@ class LearningLifecycle(VerifiedLifecycle):
             self._online(state), policy, self._head(state), experience, step))
 
     def _train(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-               step: int) -> Step:
+               step: int) -> Updated:
         """Runs the updates of one training and publishes their result."""
         result = self.training.run(self._online(state), policy, self._head(state),
                                    self._learner(state), step)
@@ -322,8 +324,9 @@ class LearningLifecycle(VerifiedLifecycle):
         return state, metrics
 
     def _adopt(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-               result: UpdateResult) -> Step:
-        """Makes the result the next version, unless it has a fault: then the old one stays."""
+               result: UpdateResult) -> Updated:
+        """Makes the result of training the next version, unless it has a fault: then the old one
+        stays. Learned weights are published here and nowhere else."""
         new, old = self._candidate(state.good, result.learner), state.good
         learned = any(update["applied"] for update in result.metrics)
         fault = new.summaries[0].fault if learned else NOT_FINITE  # the trainable part is first

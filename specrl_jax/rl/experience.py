@@ -1,7 +1,7 @@
 """What a step learns from: responses with rewards and advantages, in canonical order.
 
-Responses come rollout by rollout as `Judged`, more of them while rl.filter asks for more, and
-become one `Experience`. Host functions.
+Each rollout of a step is rewarded (`Rewarded`), and further ones while rl.filter asks for them. All
+of them make one `Experience`. Host functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.data.prompt_order import chosen, useful
 from specrl_jax.rl.algorithm import Algorithm
 from specrl_jax.structs import Json, Metrics, Rollout, Scores
 
@@ -19,7 +18,7 @@ Key = tuple[int, int]
 """Id and occurrence of a prompt in a step."""
 
 
-class Judged(NamedTuple):
+class Rewarded(NamedTuple):
     """A rollout with its rewards: G groups of M sequences, Q in all.
 
     Attributes:
@@ -28,8 +27,8 @@ class Judged(NamedTuple):
       greedy: samples of the greedy responses, if there are any.
       shaped: f32[Q] rewards less a penalty on length and less the KL.
       baseline: f32[G] shaped rewards of the greedy responses, if rl.advantage asks for them.
-      signal: f32[Q] advantages of the rewards alone, 0 for responses that the update does not see:
-        rl.filter replaces a group without any.
+      filter_advantage: f32[Q] advantages of the rewards alone, 0 for masked responses. rl.filter
+        replaces a group without any; the update learns from `Experience.advantage`.
       metrics: means over the rollout; counts of failures.
     """
 
@@ -38,13 +37,13 @@ class Judged(NamedTuple):
     greedy: list[Json]
     shaped: np.ndarray
     baseline: np.ndarray | None
-    signal: np.ndarray
+    filter_advantage: np.ndarray
     metrics: Metrics
 
     @property
     def useful(self) -> int:
-        """How many groups have a signal."""
-        return int(useful(self.groups(self.signal)).sum())
+        """How many groups rl.filter would not replace."""
+        return int(has_advantage(self.groups(self.filter_advantage)).sum())
 
     def groups(self, values: np.ndarray) -> np.ndarray:
         """Returns values [Q] as [G, M]."""
@@ -71,59 +70,78 @@ class Experience(NamedTuple):
     metrics: Metrics
 
 
-def judge(config: Config, algorithm: Algorithm, rollout: Rollout,
-          score: Callable[[Rollout], Scores], sequence_kl: Callable[[Rollout], np.ndarray]
-          ) -> Judged:
+def reward_rollout(config: Config, algorithm: Algorithm, rollout: Rollout,
+                   score: Callable[[Rollout], Scores],
+                   sequence_kl: Callable[[Rollout], np.ndarray]) -> Rewarded:
     """Returns a rollout with its rewards.
 
     Args:
-      score: the reward.
+      score: applies the reward's terms.
       sequence_kl: KL to the reference of each sequence, f32[Q]; called if rl.kl_in is reward.
     """
     mine, greedy = _split(config, rollout)
     scores = score(mine)
     shaped, metrics = _shape(config, mine, scores.rewards, sequence_kl)
     metrics |= scores.metrics
-    answers, best, baseline = [], None, None
+    answers, greedy_rewards, baseline = [], None, None
     if greedy is not None:
         others = score(greedy)
-        answers, best = others.samples, others.rewards
-        baseline, _ = _shape(config, greedy, best, sequence_kl)
+        answers, greedy_rewards = others.samples, others.rewards
+        baseline, _ = _shape(config, greedy, greedy_rewards, sequence_kl)
         metrics["reward/failures"] += others.metrics["reward/failures"]
-    signal = algorithm.advantages(scores.rewards, config.group_size, best)
-    return Judged(mine, scores, answers, shaped, baseline, _masked(config, mine, signal), metrics)
+    filter_advantage = algorithm.advantages(scores.rewards, config.group_size, greedy_rewards)
+    return Rewarded(mine, scores, answers, shaped, baseline,
+                    _masked(config, mine, filter_advantage), metrics)
 
 
-def build(config: Config, algorithm: Algorithm, judged: Sequence[Judged], drawn: Sequence[Key]
-          ) -> Experience:
+def build_experience(config: Config, algorithm: Algorithm, rewarded: Sequence[Rewarded],
+                     drawn: Sequence[Key]) -> Experience:
     """Returns what a step learns from.
 
     Args:
-      judged: the step's rollouts, in the order in which they were generated.
+      rewarded: the step's rollouts, in the order in which they were generated.
       drawn: all prompts of the step in the order in which they were drawn, which decides who fills
         the batch; in a rollout they are sorted by id.
     """
-    size, whole = config.group_size, join([one.rollout for one in judged])
-    signal = np.concatenate([one.signal for one in judged]).reshape(-1, size)
+    size, whole = config.group_size, join([one.rollout for one in rewarded])
+    filter_advantage = np.concatenate([one.filter_advantage for one in rewarded]).reshape(-1, size)
     keys = list(zip(whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(),
                     strict=True))
     rank = {key: i for i, key in enumerate(drawn)}
     by_draw = np.argsort([rank[key] for key in keys])
-    groups = np.asarray(sorted(by_draw[chosen(signal[by_draw], config.prompts_per_step)],
-                               key=keys.__getitem__))
+    groups = np.asarray(sorted(
+        by_draw[choose_groups(filter_advantage[by_draw], config.prompts_per_step)],
+        key=keys.__getitem__))
     at = (groups[:, None] * size + np.arange(size)).reshape(-1)
     shaped, rewards = (np.concatenate(values) for values in (
-        [one.shaped for one in judged], [one.scores.rewards for one in judged]))
-    baseline = None if judged[0].baseline is None else np.concatenate(
-        [one.baseline for one in judged if one.baseline is not None])[groups]
+        [one.shaped for one in rewarded], [one.scores.rewards for one in rewarded]))
+    baseline = None if rewarded[0].baseline is None else np.concatenate(
+        [one.baseline for one in rewarded if one.baseline is not None])[groups]
     rollout = take(whole, at)
     return Experience(
         rollout=rollout, learned=_without_masked(config, rollout), rewards=rewards[at],
         advantage=_masked(config, rollout, algorithm.advantages(shaped[at], size, baseline)),
-        samples=_samples(judged, at),
-        metrics=_metrics(judged) | {
+        samples=_samples(rewarded, at),
+        metrics=_metrics(rewarded) | {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-            "reward/nonzero_advantage_fraction": float(useful(signal).mean())})
+            "reward/nonzero_advantage_fraction": float(has_advantage(filter_advantage).mean())})
+
+
+def choose_groups(advantage: np.ndarray, wanted: int) -> np.ndarray:
+    """Returns the indices of the groups that a step learns from, i64[wanted], ascending.
+
+    The first groups with an advantage; if they are too few, the first of the others fill up.
+    DAPO's dynamic sampling, arXiv:2503.14476, equation 11.
+
+    Args:
+      advantage: f32[groups, M] in the order in which their prompts were drawn.
+    """
+    return np.sort(np.argsort(~has_advantage(advantage), kind="stable")[:wanted])
+
+
+def has_advantage(advantage: np.ndarray) -> np.ndarray:
+    """Returns which groups f32[groups, M] have an advantage other than 0, bool[groups]."""
+    return (advantage != 0).any(1)
 
 
 def _split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
@@ -171,21 +189,21 @@ def _without_masked(config: Config, rollout: Rollout) -> Rollout:
         config.rl.overlong == "mask") else rollout
 
 
-def _samples(judged: Sequence[Judged], at: np.ndarray) -> list[Json]:
+def _samples(rewarded: Sequence[Rewarded], at: np.ndarray) -> list[Json]:
     """Returns the samples of the sequences at the indices `at`, then those of failed answers that
     the step does not learn from, marked."""
-    samples = [sample for one in judged for sample in one.scores.samples]
+    samples = [sample for one in rewarded for sample in one.scores.samples]
     left_out = sorted(set(range(len(samples))) - set(at.tolist()))
-    others = [*(sample for one in judged for sample in one.greedy),
+    others = [*(sample for one in rewarded for sample in one.greedy),
               *(samples[i] for i in left_out)]
     return [samples[i] for i in at] + [
         sample | {"learned": False} for sample in others if "failures" in sample]
 
 
-def _metrics(judged: Sequence[Judged]) -> Metrics:
-    means = {name: float(np.mean([one.metrics[name] for one in judged]))
-             for name in judged[0].metrics}
-    return means | {"reward/failures": sum(one.metrics["reward/failures"] for one in judged)}
+def _metrics(rewarded: Sequence[Rewarded]) -> Metrics:
+    means = {name: float(np.mean([one.metrics[name] for one in rewarded]))
+             for name in rewarded[0].metrics}
+    return means | {"reward/failures": sum(one.metrics["reward/failures"] for one in rewarded)}
 
 
 def take(rollout: Rollout, at: np.ndarray) -> Rollout:

@@ -89,7 +89,7 @@ class Engine:
         self._programs: dict[Any, Any] = {}
 
     def initial_speculation(self) -> Speculation:
-        """Returns the state of a controller that has measured nothing, without any outcome."""
+        """Returns the state before anything was measured or accepted."""
         drafter = self.decoder.drafter
         return Speculation(control=self.decoder.controller.init(None),
                            acceptance=acceptance.blank(len(drafter.names), drafter.depth))
@@ -167,7 +167,7 @@ class Engine:
                 ) -> tuple[RolloutState, ControlState, tuple[PyTree, ...]]:
         """Runs a launch; also returns what the host must see of it, gathered from all shards.
 
-        The controller's state comes and goes by itself, because it outlives rollouts.
+        The controller's state is passed and returned separately, because it outlives the rollout.
         """
         state = launch(self.decoder, params, drafter_params, state.replace(control=control), *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)

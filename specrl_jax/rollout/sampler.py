@@ -75,7 +75,7 @@ class Sampler:
     @classmethod
     def from_config(cls, config: Config, *, prompts: int = 1, group: int = 1,
                     actor: Actor | None = None, **options: Any) -> tuple["Sampler", InitialState]:
-        """Returns a sampler without unused slots, and what it reads: a model's weights, published.
+        """Returns a sampler with no more slots than sequences, and the state to generate from.
 
         Args:
           prompts, group, options: those of the class.
@@ -224,7 +224,7 @@ class Sampler:
         """Samples every prompt `group` times; compiles first if need be.
 
         Args:
-          batch: prompts in any order, which changes nothing.
+          batch: prompts; their order does not affect the result.
           stream: purpose of the tokens, one of prng.STREAMS; part of the noise key.
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/response_cache.py.

@@ -72,8 +72,7 @@ class InRun:
 
     def compile(self, state: TrainState, say: Callable[[str], None]) -> TrainState:
         """Compiles what the trainer has not compiled: nothing where eval.samples = group_size.
-        Returns the state without its best evaluation, and says so, if that compared other
-        problems."""
+        If the best evaluation so far had other settings, clears it and reports that."""
         if self._own is not None:
             self._own = self._sampler.prepare(
                 InitialState(state.policy, state.drafter.published, self._own), say).speculation

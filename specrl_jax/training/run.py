@@ -62,8 +62,8 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never,
 
 
 def profiled(steps: Iterator[None], folder: Path, count: int) -> Iterator[None]:
-    """Yields before each step as `steps` does, and traces `count` steps after the first into
-    `folder`; the first one also does what a start leaves to it."""
+    """Yields before each step as `steps` does, and traces `count` steps into `folder`. The first
+    step is not traced, because it includes work of the start."""
     tracing = False
     try:
         for number, _ in enumerate(steps):

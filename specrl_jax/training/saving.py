@@ -22,9 +22,13 @@ NODES = {"acceptance": Acceptance, "responses": ResponseCache, "prompts": Prompt
 
 
 class Saved(NamedTuple):
-    """A TrainState as a checkpoint holds it: without what is a function of the rest.
+    """The saved part of a TrainState; what can be derived from the rest is left out.
 
-    Published weights are made again from the learners', and costs are measured on each device.
+    `arrays` are `actor` and `optimizer` (the policy's learner), `control`, `acceptance` and
+    `responses` (speculation), `prompts` (their order), and of the drafter `drafter_seconds`,
+    `drafter`, `drafter_optimizer`, `drafter_features`, `drafter_staleness` and, where updates
+    overlap, `drafter_ahead`. `meta` has the step, the drafter's version and faults, identities of
+    other models, and the best evaluation. Published weights are made from the learners' again.
     """
 
     arrays: dict[str, PyTree]
@@ -32,7 +36,7 @@ class Saved(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """A state that goes on from a checkpoint, and the names of the arrays that it took from it."""
+    """A state resumed from a checkpoint, and the names of the arrays that the checkpoint had."""
 
     state: TrainState
     arrays: Collection[str]
@@ -54,7 +58,7 @@ def to_save(trainer: Trainer, state: TrainState) -> Saved:
 def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
             renewed: Collection[str] | None = None, warn: Callable[[str], None] = loud
             ) -> Resumed | None:
-    """Returns a state that goes on from the newest intact checkpoint; None if there is none.
+    """Returns a state resumed from the newest intact checkpoint; None if there is none.
 
     Args:
       state: an initial one. What the checkpoint lacks starts as it is there.

@@ -15,14 +15,14 @@ from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.data import prompt_order
 from specrl_jax.data.prompt_order import PromptOrder, step_prompts
-from specrl_jax.data.prompts import Prompts, make_prompts
+from specrl_jax.data.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.distill import lifecycle
 from specrl_jax.draft import response_cache
 from specrl_jax.model import weights
 from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import Sample, score_rollout
-from specrl_jax.rl import algorithm, experience
-from specrl_jax.rl.experience import Experience, Judged
+from specrl_jax.rl import algorithm
+from specrl_jax.rl.experience import Experience, Rewarded, build_experience, join, reward_rollout
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.policy import Frozen, Policy, load
 from specrl_jax.rollout.engine import Result
@@ -110,18 +110,13 @@ class Trainer:
         drafter = self.drafter.compile(state.drafter, state.policy, speculation, say)
         return state.replace(speculation=speculation, drafter=drafter), metrics
 
-    # The step.
-
     def step(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
              phase: Callable[[str], None] = ignore) -> tuple[TrainState, Metrics, list[Sample]]:
-        """Runs one RL step, after compiling if need be. The policy's update donates its learner's
-        part of `state`.
-
-        Returns:
-          The next state, metrics, and what samples.jsonl holds of the step.
+        """Runs one RL step, after compiling if need be; returns the next state, metrics, and what
+        samples.jsonl holds of the step. `state` cannot be used again: its learner is donated.
 
         Raises:
-          RewardError: a reward failed; `state` can still be used.
+          RewardError: a reward failed, before anything was donated: `state` can be used again.
         """
         if not self.sampler.engine.compiled:
             state, _ = self.compile(state)
@@ -130,50 +125,49 @@ class Trainer:
         with timer("drafter"):
             drafter, verified = self.drafter.before_rollout(
                 state.drafter, state.policy, state.speculation, step,
-                lambda number: self.sample(state, number))
-        state, judged, rolled = self.gather(state.replace(drafter=drafter), progress, timer)
-        drawn = self.order.indices(state.prompts, step, len(judged) * self.config.prompts_per_step)
-        batch = experience.build(self.config, self.algorithm, judged,
-                                 self.prompts.batch(drawn).keys())
-        with timer("drafter"):
+                functools.partial(self.sample, state))
+        state, rewarded, rolled = self.roll_out(state.replace(drafter=drafter), progress, timer)
+        prompts = self._prompts(state, len(rewarded))
+        experience = build_experience(self.config, self.algorithm, rewarded, prompts.keys())
+        with timer("drafter"):  # while the policy that acted is still published
             drafter, collected = self.drafter.collect(
-                state.drafter, state.policy, state.speculation, batch, step)
+                state.drafter, state.policy, state.speculation, experience, step)
         with timer("learn"):
-            learner, learned = self.policy.update(state.learner, batch)
+            learner, learned = self.policy.update(state.learner, experience)
             policy = self.publish(learner, state.policy, step + 1)
         with timer("drafter"):
             drafter, distilled = self.drafter.after_update(
                 drafter, policy, state.speculation, step)
-        metrics |= verified | rolled | batch.metrics | collected | learned | distilled
+        metrics |= verified | rolled | experience.metrics | collected | learned | distilled
         drafter, spent = self.drafter.account(
             drafter, timer["drafter"], metrics.get("time/saved", 0.0))
         metrics |= spent | {"time/reward": timer["reward"], "time/learn": timer["learn"],
                             "time/step": timer.total, "memory/peak_bytes": peak_rss()}
-        return self._remember(state, judged).replace(
-            step=step + 1, bad_steps=0 if learned["applied"] else state.bad_steps + 1,
-            learner=learner, policy=policy, drafter=drafter), metrics, batch.samples
+        bad_steps = 0 if learned["applied"] else state.bad_steps + 1
+        state = self._remember(state, rewarded).replace(
+            step=step + 1, bad_steps=bad_steps, learner=learner, policy=policy, drafter=drafter)
+        return state, metrics, experience.samples
 
-    def gather(self, state: TrainState, progress: Callable[[int, int, int], None],
-               timer: StepTimer) -> tuple[TrainState, list[Judged], Metrics]:
+    def roll_out(self, state: TrainState, progress: Callable[[int, int, int], None],
+                 timer: StepTimer) -> tuple[TrainState, list[Rewarded], Metrics]:
         """Generates and rewards the step's prompts, and further ones as rl.filter asks."""
-        rollouts, results, judged = [], [], []
-        while len(judged) < self.config.rl.most_rollouts and (
-                sum(one.useful for one in judged) < self.config.prompts_per_step):
+        rollouts, results, rewarded = [], [], []
+        while len(rewarded) < self.config.rl.most_rollouts and (
+                sum(one.useful for one in rewarded) < self.config.prompts_per_step):
             with timer("rollout"):
-                state, rollout, result = self.generate(state, progress, len(judged))
+                state, rollout, result = self.generate(state, progress, len(rewarded))
             with timer("reward"):
-                judged.append(self.reward(rollout, state.learner))
+                rewarded.append(self.reward(rollout, state.learner))
             rollouts.append(rollout)
             results.append(result)
-        return state, judged, rollout_metrics(experience.join(rollouts), results,
-                                              state.speculation.plain_round_seconds)
+        return state, rewarded, rollout_metrics(join(rollouts), results,
+                                                state.speculation.plain_round_seconds)
 
     def generate(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
                  earlier: int = 0) -> tuple[TrainState, Rollout, Result]:
-        """Generates this step's next prompts, after `earlier` rollouts of the step."""
-        per_step = self.config.prompts_per_step
-        indices = self.order.indices(state.prompts, state.step, (earlier + 1) * per_step)
-        batch = self.prompts.batch(indices).part(slice(-per_step, None))
+        """Generates responses to the step's next prompts; `earlier` counts the rollouts that the
+        step has had."""
+        batch = self._prompts(state, earlier + 1).part(slice(-self.config.prompts_per_step, None))
         past = response_cache.past(state.speculation.responses, batch.prompt_id,
                                    self.sampler.engine.layout.past)
         rollout, speculation, result = self.sampler.generate(
@@ -191,13 +185,18 @@ class Trainer:
         batch = self.prompts.batch(indices)
         rollout, _, _ = self.sampler.generate(
             batch, state.policy, state.drafter.published, state.speculation, "generate", number)
-        judged = [self.reward(rollout, state.learner)]
-        return experience.build(self.config, self.algorithm, judged, batch.keys())
+        rewarded = [self.reward(rollout, state.learner)]
+        return build_experience(self.config, self.algorithm, rewarded, batch.keys())
 
-    def reward(self, rollout: Rollout, learner: LearnerState) -> Judged:
-        """Rewards a rollout; `learner` counts for a KL penalty in the reward."""
-        return experience.judge(self.config, self.algorithm, rollout, self.score,
-                                lambda part: self.policy.sequence_kl(learner, part))
+    def reward(self, rollout: Rollout, learner: LearnerState) -> Rewarded:
+        """Rewards a rollout; `learner` is read only for a KL penalty in the reward."""
+        return reward_rollout(self.config, self.algorithm, rollout, self.score,
+                              functools.partial(self.policy.sequence_kl, learner))
+
+    def _prompts(self, state: TrainState, rollouts: int) -> PromptBatch:
+        """Returns the prompts of the step's first `rollouts`, in the order of draws."""
+        return self.prompts.batch(self.order.indices(
+            state.prompts, state.step, rollouts * self.config.prompts_per_step))
 
     def publish(self, learner: LearnerState, published: PublishedPolicy, version: int
                 ) -> PublishedPolicy:
@@ -205,12 +204,12 @@ class Trainer:
         return self.sampler.publish(
             self.policy.to_publish(learner.params, published.params), version)
 
-    def _remember(self, state: TrainState, judged: list[Judged]) -> TrainState:
+    def _remember(self, state: TrainState, rewarded: list[Rewarded]) -> TrainState:
         """Returns the state with the step's prompts and responses, for the order of prompts and
         for drafters."""
-        whole, spec = experience.join([one.rollout for one in judged]), self.config.spec
+        whole, spec = join([one.rollout for one in rewarded]), self.config.spec
         size, speculation = self.config.group_size, state.speculation
-        rewards = np.concatenate([one.scores.rewards for one in judged]).reshape(-1, size)
+        rewards = np.concatenate([one.scores.rewards for one in rewarded]).reshape(-1, size)
         indices = np.asarray([self.prompts.index_of[int(i)] for i in whole.prompt_id[::size]])
         if spec.history_past:
             speculation = speculation.replace(responses=response_cache.add(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, DataConfig, RLConfig, RolloutConfig
-from specrl_jax.data.prompt_order import PromptOrder, chosen, observe, step_prompts
+from specrl_jax.data.prompt_order import PromptOrder, observe, step_prompts
 from specrl_jax.rl import experience
 from specrl_jax.rl.algorithm import resolve
 from specrl_jax.rl.programs import blank_rollout
@@ -72,7 +72,7 @@ def test_filter_of_a_single_prompt_is_refused() -> None:
     ([0, 1, 1, 0, 1, 1], [1, 2, 4]), ([1, 0, 0, 0, 0, 1], [0, 1, 5]), ([0] * 6, [0, 1, 2])])
 def test_first_useful_groups_are_chosen(useful: list[int], groups: list[int]) -> None:
     advantage = np.float32([[x, -x] for x in useful])
-    np.testing.assert_array_equal(chosen(advantage, 3), groups)
+    np.testing.assert_array_equal(experience.choose_groups(advantage, 3), groups)
 
 
 CONFIG = Config(prompts_per_step=2, group_size=2, rl=RLConfig(overlong="soft"),
@@ -80,21 +80,21 @@ CONFIG = Config(prompts_per_step=2, group_size=2, rl=RLConfig(overlong="soft"),
 GROUP = resolve(RLConfig(advantage="group"))
 
 
-def judged(config: Config, rewards: list[list[float]], **fields: Any) -> experience.Judged:
+def rewarded(config: Config, rewards: list[list[float]], **fields: Any) -> experience.Rewarded:
     """Groups of two in the order of their ids, as rollouts have them, with the given rewards."""
     values = np.float32(rewards).reshape(-1)
     rollout = blank_rollout(config).replace(
         occurrence=np.zeros(len(values), np.int32),
         sample_id=np.tile(np.int32([0, 1]), len(rewards)), **fields)
     scores = Scores([{"reward": float(x)} for x in values], values, {"reward/failures": 0})
-    return experience.judge(config, GROUP, rollout, lambda _: scores, lambda _: values)
+    return experience.reward_rollout(config, GROUP, rollout, lambda _: scores, lambda _: values)
 
 
 def test_groups_fill_the_batch_in_the_order_of_draws() -> None:
     drawn = [(5, 0), (1, 0), (3, 0), (0, 0)]
-    rollouts = [judged(CONFIG, [[1, 1], [0, 1]], prompt_id=np.int32([1, 1, 5, 5])),
-                judged(CONFIG, [[0, 1], [1, 0]], prompt_id=np.int32([0, 0, 3, 3]))]
-    batch = experience.build(CONFIG, GROUP, rollouts, drawn)
+    rollouts = [rewarded(CONFIG, [[1, 1], [0, 1]], prompt_id=np.int32([1, 1, 5, 5])),
+                rewarded(CONFIG, [[0, 1], [1, 0]], prompt_id=np.int32([0, 0, 3, 3]))]
+    batch = experience.build_experience(CONFIG, GROUP, rollouts, drawn)
     assert batch.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
     assert batch.metrics["reward/nonzero_advantage_fraction"] == 0.75
     assert [sample["reward"] for sample in batch.samples] == [1, 0, 0, 1]
@@ -105,7 +105,7 @@ def test_soft_penalty_by_hand() -> None:
     lengths = np.int32([16, 17, 20, 1])
     np.testing.assert_allclose(experience.overlong_penalty(CONFIG, blank_rollout(CONFIG).replace(
         length=lengths)), [0, -0.25, -1, 0])
-    one = judged(CONFIG, [[1, 1], [1, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths)
+    one = rewarded(CONFIG, [[1, 1], [1, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths)
     np.testing.assert_allclose(one.shaped, [1, 0.75, 0, 1])
     assert one.useful == 0  # the filter goes by the rewards alone
 
@@ -113,9 +113,9 @@ def test_soft_penalty_by_hand() -> None:
 def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
     config = dataclasses.replace(CONFIG, rl=RLConfig(overlong="mask"))
     lengths, stopped = np.int32([6, 10, 10, 1]), np.array([True, False, True, True])
-    one = judged(config, [[0, 1], [0, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths,
+    one = rewarded(config, [[0, 1], [0, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths,
                  stopped=stopped)
-    batch = experience.build(config, GROUP, [one], [(0, 0), (1, 0)])
+    batch = experience.build_experience(config, GROUP, [one], [(0, 0), (1, 0)])
     np.testing.assert_array_equal(batch.learned.length, [6, 0, 10, 1])
     np.testing.assert_array_equal(batch.rollout.length, lengths)
     np.testing.assert_array_equal(batch.advantage == 0, ~stopped)
