@@ -8,6 +8,7 @@ The last line, on standard error, counts tokens, tokens/s and the accept length:
 line ends it.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -49,13 +50,12 @@ def main(config: Config, workdir: Path) -> int:
 def interact(config: Config, actor: Actor, system: str) -> None:
     """Compiles once, then answers --prompt and the lines of standard input."""
     generator = Generator(config, actor, longest=config.rollout.max_prompt_tokens, say=say)
-    prompt = PROMPT.value or ask()
-    while prompt:
+    prompts = itertools.chain(filter(None, [PROMPT.value]), iter(ask, ""))
+    for number, prompt in enumerate(prompts):
         try:
-            finish(generator.answer(prompt, system, write=write))
+            finish(generator.answer(prompt, system, number, write=write))
         except ConfigError as error:
             say(f"error: {error}")
-        prompt = ask()
 
 
 def ask() -> str:

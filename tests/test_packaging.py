@@ -53,7 +53,7 @@ def test_library_example_of_the_readme_drafts(capsys: pytest.CaptureFixture[str]
     assert example.count("\n") <= 10
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
-    assert names["rollout"].length.min() > 0 and names["result"].accept_length > 1
+    assert names["rollout"].length.min() > 0 and names["stats"].accept_length > 1
     assert re.search(r"\naccept length \d\.\d\d\n$", capsys.readouterr().out)
 
 

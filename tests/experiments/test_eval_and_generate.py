@@ -157,7 +157,8 @@ def test_generator_compiles_once_and_streams_many_answers(trained):
     actor, written = actors.open_actor(config, trained), []
     generator = generate.Generator(config, actor, longest=96, say=lambda line: None)
     counter = CompilationCounter()
-    first, second = (generator.answer("Hi", "", write=written.append) for _ in range(2))
+    first, second = (generator.answer("Hi", "", number, write=written.append)
+                     for number in range(2))
     assert counter.take() == 0
     assert "".join(written) == first.text + second.text and len(written) >= 4
     assert first.tokens <= 80 and first.drafter == "history" and first.text != second.text

@@ -12,7 +12,7 @@ from specrl_jax.metrics.run_files import read_metrics
 
 
 def assert_same_runs(left: Path, right: Path, steps: int, keys: Sequence[str] = (
-        "actor", "optimizer", "history", "control")) -> None:
+        "actor", "optimizer", "responses", "control")) -> None:
     """The same samples, metrics and last checkpoints, of which `keys` are compared."""
     samples = [workdir / "samples.jsonl" for workdir in (left, right)]
     assert samples[0].read_bytes() == samples[1].read_bytes()
