@@ -210,24 +210,27 @@ def check_accounts(run: Finished) -> None:
 
 @pytest.mark.ci
 def test_step_charges_the_drafter_for_all_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock stands still but for the calls of the drafter's lifecycle."""
-    trainer, state = micro_trainer_to_compile(config("interval"), **INVARIANT)
+    """The clock stands still but for launches and the calls of the drafter's lifecycle."""
+    trainer, state = micro_trainer_to_compile(config("interval", probe_tokens=0), **INVARIANT)
     state, _ = trainer.compile(state)
     clock = [0.0]
 
     def timed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             clock[0] += seconds
-            return call(*args)
+            return call(*args, **options)
 
         return run
 
     monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     for name, seconds in (("before_rollout", 1), ("collect", 3), ("after_update", 5)):
         monkeypatch.setattr(trainer.drafter, name, timed(getattr(trainer.drafter, name), seconds))
+    engine = trainer.sampler.engine
+    monkeypatch.setattr(engine, "launch", timed(engine.launch, 2))
     for step in range(2):
         state, row, _ = trainer.step(state)
-        assert (row["time/distill"], row["time/step"], row["time/learn"]) == (9, 9, 0)
+        assert (row["time/distill"], row["time/learn"]) == (9, 0) and row["time/rollout"] > 0
+        assert row["time/step"] == 9 + row["time/rollout"]
         assert state.drafter.seconds[0] == 9 * (step + 1)
 
 
