@@ -1,4 +1,4 @@
-"""A ring of training features on the host: allocated once, within a byte budget.
+"""A ring of training features on the host, within a byte budget.
 
 It holds the sequences of the newest `distill.rollouts` rollouts, or as many as the budget allows;
 new sequences overwrite the oldest. Hidden states become logits only by the output head of the
@@ -38,22 +38,22 @@ class Sizes(NamedTuple):
 
 
 class Features(struct.PyTreeNode):
-    """Stored sequences and their teacher targets, numpy arrays.
+    """R stored sequences with their teacher targets, and H heads, numpy arrays.
 
-    `FeatureRing.add` writes into `rows` and `heads`, which are too large to copy: it uses up the
-    features that it is given, as a compiled update uses up a donated argument.
+    A value: `FeatureRing.add` returns features that share every row and head but the new ones.
     """
 
-    rows: dict[str, np.ndarray]  # [R, ...] by field of SequenceBatch or TeacherTargets
+    rows: tuple[dict[str, np.ndarray], ...]  # fields of SequenceBatch and TeacherTargets
     version: np.ndarray  # i32[R] of the policy that generated each; EMPTY: no sequence
-    heads: np.ndarray  # f[H, Vd, F] of the actor's dtype
+    heads: tuple[np.ndarray, ...]  # f[Vd, F] of the actor's dtype
     versions: np.ndarray  # i32[H] of the policy that each head belongs to, or EMPTY
     next: np.ndarray  # i32[] row that is written next
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
-        named = self.rows | {"version": self.version, "heads": self.heads,
-                             "versions": self.versions, "next": self.next}
+        named = {name: np.stack([row[name] for row in self.rows]) for name in self.rows[0]}
+        named |= {"version": self.version, "heads": np.stack(self.heads),
+                  "versions": self.versions, "next": self.next}
         return {name: a for name, a in named.items() if a.size}
 
 
@@ -98,35 +98,41 @@ class FeatureRing:
 
     def empty(self) -> Features:
         """Returns features without a sequence."""
-        shape, dtype = self._heads
+        (count, *shape), dtype = self._heads
+        blank = {name: np.zeros(*of) for name, of in self._rows.items()}
         return Features(
-            rows={name: np.zeros((self.rows, *row), kind)
-                  for name, (row, kind) in self._rows.items()},
-            version=np.full(self.rows, EMPTY, np.int32), heads=np.zeros(shape, dtype),
-            versions=np.full(shape[0], EMPTY, np.int32), next=np.zeros((), np.int32))
+            rows=(blank,) * self.rows, version=np.full(self.rows, EMPTY, np.int32),
+            heads=(np.zeros(shape, dtype),) * count, versions=np.full(count, EMPTY, np.int32),
+            next=np.zeros((), np.int32))
 
     def restore(self, arrays: dict[str, PyTree]) -> Features:
         """Returns the features of a checkpoint, see `Features.arrays`."""
-        empty = self.empty()
-        held = {name: np.require(arrays[name], a.dtype, "W") if name in arrays else a
-                for name, a in (empty.rows | vars(empty)).items() if name != "rows"}
-        return Features(rows={name: held.pop(name) for name in empty.rows}, **held)
+        blank = self.empty().rows[0]
+        rows = tuple({name: np.array(arrays[name][i], a.dtype) if name in arrays else a
+                      for name, a in blank.items()} for i in range(self.rows))
+        return Features(
+            rows=rows, heads=tuple(np.array(head, self._heads[1]) for head in arrays["heads"]),
+            **{name: np.asarray(arrays[name], np.int32) for name in ("version", "versions", "next")}
+        )
 
     def add(self, features: Features, batch: SequenceBatch, targets: TeacherTargets, version: int,
             head: AnyArray) -> Features:
-        """Stores the sequences of n micro-batches; those of length 0 are padding.
+        """Returns the features with the sequences of n micro-batches added; length 0 is padding.
 
         `head` f[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
         """
         features = _with_head(features, version, head)
         real = np.flatnonzero(np.asarray(batch.length))[-self.rows:]
         at = (int(features.next) + np.arange(len(real))) % self.rows
-        for name, kept in features.rows.items():
-            kept[at] = _by_row(name, batch if name in _BATCH else targets)[real]
+        fields = {name: _by_row(name, batch if name in _BATCH else targets) for name in self._rows}
+        rows = list(features.rows)
+        for row, i in zip(at, real, strict=True):  # copies, which keep no other row alive
+            rows[row] = {name: np.array(values[i], self._rows[name][1])
+                         for name, values in fields.items()}
         owner = features.version.copy()
         owner[at] = version
         then = (int(features.next) + len(real)) % self.rows
-        return features.replace(version=owner, next=np.asarray(then, np.int32))
+        return features.replace(rows=tuple(rows), version=owner, next=np.asarray(then, np.int32))
 
 
 def draw(features: Features, rng: np.random.Generator, batch: int, rows: int,
@@ -144,7 +150,9 @@ def draw(features: Features, rng: np.random.Generator, batch: int, rows: int,
     chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
     chosen += [(int(stored[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
     at = np.stack([part for _, part in chosen])  # i64[n, b]
-    drawn, used = {name: values[at] for name, values in features.rows.items()}, at != EMPTY
+    chosen_rows, used = [features.rows[i] for i in at.reshape(-1)], at != EMPTY
+    drawn = {name: np.stack([row[name] for row in chosen_rows]).reshape(*at.shape, *a.shape)
+             for name, a in chosen_rows[0].items()}
     drawn |= {name: np.where(used, drawn[name], np.asarray(pad, drawn[name].dtype))
               for name, pad in (("length", 0), ("first", 1), ("temperature", 1))}
     drawn |= {name: np.moveaxis(drawn[name], 1, 2) for name in _ACTORS}
@@ -154,14 +162,16 @@ def draw(features: Features, rng: np.random.Generator, batch: int, rows: int,
 
 
 def _with_head(features: Features, version: int, head: AnyArray) -> Features:
-    """Stores the head of a version; without room the oldest version leaves."""
+    """Returns the features with a version's head; without room the oldest version leaves."""
     versions, owner = features.versions.copy(), features.version
     same = np.flatnonzero(versions == version)
     slot = int(same[0]) if len(same) else int(np.argmin(versions))
     if versions[slot] != version:
         owner = np.where(owner == versions[slot], EMPTY, owner)
-    versions[slot], features.heads[slot] = version, head
-    return features.replace(version=owner, versions=versions)
+    versions[slot] = version
+    heads = tuple(np.array(head, old.dtype) if i == slot else old
+                  for i, old in enumerate(features.heads))
+    return features.replace(version=owner, heads=heads, versions=versions)
 
 
 def _by_row(name: str, source: SequenceBatch | TeacherTargets) -> np.ndarray:

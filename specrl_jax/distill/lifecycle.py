@@ -98,8 +98,6 @@ class Lifecycle:
                 experience: Experience, step: int) -> Updated:
         """Does nothing here. `LearningLifecycle` publishes the result of overlapped training and
         stores features, while the policy that generated the rollout is still published.
-
-        Uses up the features of `state`, see `Features`.
         """
         return state, {}
 

@@ -80,10 +80,7 @@ class OnlineDistillation:
 
     def store(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
               experience: Experience, step: int) -> OnlineState:
-        """Stores features of a rollout, computed with the policy that generated it.
-
-        Uses up `state.features`, see `Features`.
-        """
+        """Returns the state with features of a rollout, from the policy that generated it."""
         order = self._rng(step, PICK).permutation(len(experience.rewards))
         batch = batch_of(experience, np.sort(order[: self.ring.sizes.sequences]),
                          self.options.micro_batch, self.ring.sizes.columns, self._temperature)
@@ -143,7 +140,7 @@ class OnlineDistillation:
     def _frozen_params(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams
                        ) -> FrozenParams:
         heads = sharding.put(programs.head_sharding(self._programs.mesh, self.ring),
-                             state.features.heads)
+                             np.stack(state.features.heads))
         return self._compiled[FROZEN](policy.params, head["vocab"], heads)
 
     def _rng(self, step: int, use: int) -> np.random.Generator:
