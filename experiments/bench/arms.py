@@ -102,7 +102,7 @@ class Arm:
     def compile(self) -> None:
         """Compiles all programs, and measures what rounds cost."""
         self.sampler.compile(self.state.policy, self.state.drafter)
-        self.state = self.state._replace(speculation=self.sampler.find_costs(*self.state))
+        self.state = self.state._replace(speculation=self.sampler.find_costs(self.state))
 
     def earlier(self, count: int) -> np.ndarray:
         """Returns other plain responses to the same prompts, i32[Q, count, T], padded with -1."""

@@ -18,7 +18,7 @@ from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import InitialState
+from specrl_jax.rollout.state import RolloutInputs
 from specrl_jax.runtime import machine
 from specrl_jax.runtime.compilation import CompilationCounter
 
@@ -50,7 +50,7 @@ class Shape:
         self.all_loads = {context: [load[:: self.group] for load in of]
                           for context, of in loads.items()}
         self.recorded: dict[tuple[int, str, int], np.ndarray] = {}  # by context, lengths and load
-        self.fresh: dict[Sampler, InitialState] = {}  # what each sampler reads, nothing learned yet
+        self.fresh: dict[Sampler, RolloutInputs] = {}  # by sampler, nothing learned yet
         self.maps = 0  # memory maps of an engine's programs, the most so far
         self.plain = self._sampler(bench.params, "off", "off")
         # Where weights lie in memory is worth some per cent of a round: the same for all.
@@ -83,7 +83,7 @@ class Shape:
                           tokenizer=source.tokenizer, warn=lambda text: None)
         state = sampler.initial_state(params)
         sampler.compile(state.policy, state.drafter)
-        self.fresh[sampler] = state._replace(speculation=sampler.find_costs(*state))
+        self.fresh[sampler] = state._replace(speculation=sampler.find_costs(state))
         machine.give_back()
         self.maps = max(self.maps, machine.maps()[0] - held)
         return sampler

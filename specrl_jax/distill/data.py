@@ -27,7 +27,7 @@ from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rl.advantage import group as group_advantages
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import InitialState
+from specrl_jax.rollout.state import RolloutInputs
 from specrl_jax.runtime.paths import writing
 from specrl_jax.structs import Rollout
 
@@ -96,15 +96,16 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
     return prompts.select(kept), held
 
 
-def gather(config: Config, actor: PublishedActor, training: Prompts, held: Prompts, samples: int,
+def gather(config: Config, actor: PublishedActor, prompts: tuple[Prompts, Prompts], samples: int,
            directory: Path, say: Callable[[str], None]) -> list[Corpus]:
     """Returns the sequences to learn from, if there are training prompts, and the held-out ones.
 
     Args:
+      prompts: of `load_prompts`.
       samples: responses to each prompt.
       directory: where rollouts are stored.
     """
-    tokenizer = actor.source.tokenizer
+    tokenizer, (training, held) = actor.source.tokenizer, prompts
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
     judge.check_answers(config.reward.terms, every.examples)
@@ -132,7 +133,7 @@ def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tupl
                    prompts=at_once, group=samples), at_once
 
 
-def roll_out(sampler: Sampler, state: InitialState, prompts: Prompts, at_once: int,
+def roll_out(sampler: Sampler, state: RolloutInputs, prompts: Prompts, at_once: int,
              directory: Path, say: Callable[[str], None]) -> dict[str, np.ndarray]:
     """Samples every prompt in parts, which are stored in `directory` and generated only once.
 

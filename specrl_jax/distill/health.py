@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, Speculation
+from specrl_jax.rollout.state import RolloutInputs
 from specrl_jax.runtime.checksum import summary
 from specrl_jax.structs import Array, DrafterParams, PyTree
 
@@ -90,8 +90,7 @@ class Probe:
         self._sampler, self._drafter = sampler, drafter
         self._prompts, self._tokens = prompts, tokens
 
-    def check(self, policy: PublishedPolicy, drafter: PublishedDrafter, speculation: Speculation,
-              rate: float | None) -> tuple[str, float]:
+    def check(self, inputs: RolloutInputs, rate: float | None) -> tuple[str, float]:
         """Returns the drafter's fault, "" if it accepts enough, and the rate to expect next.
 
         `rate` is the expected number of accepted drafts of a row and round; None: any will do.
@@ -99,7 +98,7 @@ class Probe:
         if not self._tokens:
             return "", rate or 0.0
         limit = self._limit(rate or 0.0)
-        result = self._sampler.probe(policy, drafter, speculation, self._prompts, limit,
+        result = self._sampler.probe(inputs, self._prompts, limit,
                                      self._sampler.engine.shapes.depth)
         rounds, accepted = (result.counters["row_rounds"],
                             result.by_drafter[self._drafter]["accepted"])

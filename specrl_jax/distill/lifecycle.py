@@ -22,7 +22,7 @@ from specrl_jax.distill.update import UpdateResult
 from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, Speculation
+from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, RolloutInputs, Speculation
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree
 
 GenerateExperience = Callable[[int], Experience]
@@ -159,7 +159,8 @@ class VerifiedLifecycle(Lifecycle):
         self._verify(state, policy)  # compiles it
         if state.rate is not None:
             return state
-        fault, rate = self._probe.check(policy, state.published, speculation, None)
+        fault, rate = self._probe.check(
+            RolloutInputs(policy, state.published, speculation), None)
         state = state.replace(rate=rate)
         return self._disable(state, fault) if fault and state.published.enabled else state
 
@@ -332,7 +333,8 @@ class LearningLifecycle(VerifiedLifecycle):
         if not fault:
             published = self._sampler.publish_drafter(
                 policy, new.weights, new.number, published.enabled or not new.fault)
-            fault, rate = self._probe.check(policy, published, speculation, rate)
+            fault, rate = self._probe.check(
+                RolloutInputs(policy, published, speculation), rate)
         if fault:
             state = self._report(state, f"drafter version {new.number}: {fault}; version "
                                  f"{old.number} drafts on")

@@ -225,7 +225,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         published = PublishedActor(source, publisher(
             source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
                 sharding.platform(mesh)))(actor.params(mesh)))
-        *learned, evaluated = data.gather(config, published, training, held, options.samples,
+        *learned, evaluated = data.gather(config, published, (training, held), options.samples,
                                           workdir / ROLLOUTS, progress.say)
         learned = data.join([*learned, *([] if texts is None else [texts])])
         return _train(DrafterTrainer(config, options, published, learned, evaluated), workdir,

@@ -19,7 +19,7 @@ from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import InitialState
+from specrl_jax.rollout.state import RolloutInputs
 from specrl_jax.runtime.digest import digest
 from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
@@ -69,7 +69,7 @@ class Problems:
         """Returns the prompts of each rollout of an engine that is made for these problems."""
         return prompts_at_once(len(self.prompts.tokens), self.samples, shards)
 
-    def solve(self, sampler: Sampler, state: InitialState, at_once: int, progress: Progress
+    def solve(self, sampler: Sampler, state: RolloutInputs, at_once: int, progress: Progress
               ) -> "Tally":
         """Generates and judges all answers. `sampler` takes `at_once` prompts a call; what
         speculation learns is passed from call to call, and dropped in the end."""

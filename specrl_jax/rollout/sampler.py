@@ -31,7 +31,7 @@ from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import RolloutRequest, make_request, pad
-from specrl_jax.rollout.state import InitialState, PublishedDrafter, PublishedPolicy, Speculation
+from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, RolloutInputs, Speculation
 from specrl_jax.runtime.compilation import Compiler
 from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout, carrier
@@ -74,7 +74,7 @@ class Sampler:
 
     @classmethod
     def from_config(cls, config: Config, *, prompts: int = 1, group: int = 1,
-                    actor: Actor | None = None, **options: Any) -> tuple["Sampler", InitialState]:
+                    actor: Actor | None = None, **options: Any) -> tuple["Sampler", RolloutInputs]:
         """Returns a sampler with no more slots than sequences, and the state to generate from.
 
         Args:
@@ -117,7 +117,7 @@ class Sampler:
 
     # Published weights.
 
-    def initial_state(self, params: Params, version: int = 0) -> InitialState:
+    def initial_state(self, params: Params, version: int = 0) -> RolloutInputs:
         """Publishes a model's weights and the drafter's own; speculation has learned nothing."""
         policy = self.publish(params, version)
         drafter = self.publish_drafter(policy, sharding.put(
@@ -128,7 +128,7 @@ class Sampler:
         if mine.split()[:1] == trained_with.split()[:1] and mine != trained_with:
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
-        return InitialState(policy, drafter, self.engine.initial_speculation())
+        return RolloutInputs(policy, drafter, self.engine.initial_speculation())
 
     def publish(self, params: Params, version: int) -> PublishedPolicy:
         """Returns `params` as rollouts read them: cast and resharded, or as they are."""
@@ -152,44 +152,45 @@ class Sampler:
         """
         self.engine.compile(policy.params, drafter.params, report, others)
         shapes = self.engine.shapes
-        self.probe(policy, drafter, self.engine.initial_speculation(), [[0, 0]],
-                   np.ones(shapes.sequences * shapes.shards, np.int32))
+        inputs = RolloutInputs(policy, drafter, self.engine.initial_speculation())
+        self.probe(inputs, [[0, 0]], np.ones(shapes.sequences * shapes.shards, np.int32))
 
-    def prepare(self, state: InitialState, report: Callable[[str], None] = lambda text: None
-                ) -> InitialState:
-        """Compiles all programs; returns the state with costs, where some are stored for this
+    def prepare(self, inputs: RolloutInputs, report: Callable[[str], None] = lambda text: None
+                ) -> RolloutInputs:
+        """Compiles all programs; returns the inputs with costs, where some are stored for this
         device."""
-        self.compile(state.policy, state.drafter, report)
-        return state._replace(speculation=self.find_costs(*state, report, measure=False))
+        self.compile(inputs.policy, inputs.drafter, report)
+        return inputs._replace(speculation=self.find_costs(inputs, report, measure=False))
 
-    def find_costs(self, policy: PublishedPolicy, drafter: PublishedDrafter,
-                   speculation: Speculation, report: Callable[[str], None] = lambda text: None, *,
-                   measure: bool = True, resumed: bool = False) -> Speculation:
-        """Returns `speculation` with what rounds cost, as stored for this device or measured now.
-        Without costs, a controller goes by the ratios of a default table.
+    def find_costs(self, inputs: RolloutInputs,
+                   report: Callable[[str], None] = lambda text: None, measure: bool = True
+                   ) -> Speculation:
+        """Returns `inputs.speculation` with what rounds cost, as stored for this device or measured
+        now. Without costs, a controller goes by the ratios of a default table.
+
+        A controller whose state is not fresh keeps its own costs on a device whose costs are known,
+        and on every device if control.cost_updates is off.
 
         Args:
           measure: whether to measure what is not stored.
-          resumed: the controller's state is a checkpoint's. It keeps its own costs on a device
-            whose costs are known, and on every device if control.cost_updates is off.
         """
-        engine, control = self.engine, self.config.control
+        engine, control, speculation = self.engine, self.config.control, inputs.speculation
         if not engine.decoder.drafter.depth:
             return speculation
         online = control.cost_updates == "online"
         since = time.time() - cost_file.FRESH if online else 0.0
         costs = profiling.stored(engine, control.cost_table, self._draft_settings(), since)
-        keeps = resumed and (costs is not None or not online)
+        keeps = not speculation.fresh and (costs is not None or not online)
         if costs is None and measure and not keeps:
             report("measuring what rounds cost")
-            costs = profiling.measured(engine, policy.params, drafter.params, control.cost_table,
-                                       self._draft_settings())
+            costs = profiling.measured(engine, inputs.policy.params, inputs.drafter.params,
+                                       control.cost_table, self._draft_settings())
         if costs is None:
             return speculation
         speculation = speculation.replace(
             plain_round_seconds=plain_round_seconds(costs, profiling.limits_of(engine)))
         return speculation if keeps else speculation.replace(
-            control=engine.decoder.controller.init(costs))
+            control=engine.decoder.controller.init(costs), fresh=False)
 
     def _draft_settings(self) -> Json:
         """Returns the settings that affect the cost of drafting: part of the cost table's key."""
@@ -199,9 +200,8 @@ class Sampler:
 
     # Rollouts.
 
-    def probe(self, policy: PublishedPolicy, drafter: PublishedDrafter, speculation: Speculation,
-              prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
-              ) -> Result:
+    def probe(self, inputs: RolloutInputs, prompts: Sequence[Sequence[int]], limit: np.ndarray,
+              depth: int | None = None) -> Result:
         """Generates tokens that nobody reads; what speculation learns from them is dropped.
 
         Args:
@@ -211,8 +211,7 @@ class Sampler:
         """
         count = len(limit) // self.group
         batch = PromptBatch.of([prompts[i % len(prompts)] for i in range(count)])
-        return self.generate(batch, policy, drafter, speculation, PROBE_STREAM, 0, limit=limit,
-                             depth=depth)[2]
+        return self.generate(batch, *inputs, PROBE_STREAM, 0, limit=limit, depth=depth)[2]
 
     def generate(self, batch: PromptBatch, policy: PublishedPolicy, drafter: PublishedDrafter,
                  speculation: Speculation, stream: str = "generate", step: int = 0, *,

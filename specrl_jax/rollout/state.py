@@ -37,19 +37,21 @@ class PublishedDrafter(struct.PyTreeNode):
 class Speculation(struct.PyTreeNode):
     """What speculation has learned: it changes which tokens are drafted, never which are sampled.
 
-    `control` is the controller's state, `acceptance` counts the outcomes of earlier rollouts,
-    `plain_round_seconds` is the measured time of a plain round by batch size ({} if unknown), and
-    `responses` holds earlier responses by prompt, which the caller reads and extends.
+    `control` is the controller's state, which measured costs replace while it is `fresh`.
+    `acceptance` counts the outcomes of earlier rollouts, `plain_round_seconds` is the measured time
+    of a plain round by batch size ({} if unknown), and `responses` holds earlier responses by
+    prompt, which the caller reads and extends.
     """
 
     control: ControlState
     acceptance: Acceptance
     plain_round_seconds: Mapping[int, float] = struct.field(default_factory=dict)
     responses: ResponseCache = struct.field(default_factory=lambda: blank(0, 0))
+    fresh: bool = struct.field(pytree_node=False, default=True)
 
 
-class InitialState(NamedTuple):
-    """What `Sampler.generate` reads at first: `sampler.generate(batch, *state)`."""
+class RolloutInputs(NamedTuple):
+    """What a rollout reads: `sampler.generate(batch, *inputs)`."""
 
     policy: PublishedPolicy
     drafter: PublishedDrafter

@@ -94,8 +94,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
     if config.learner.learning_rate == 0:
         return Replay(trainer, state, 0, 0)
     if checkpoint:
-        resumed = restore(trainer, state, OneCheckpoint(directory, checkpoint))
-        state = resumed.state if resumed else state
+        state = restore(trainer, state, OneCheckpoint(directory, checkpoint)) or state
     deviations = 0
     if state.step < step:
         state, _ = trainer.compile(state, say)
@@ -146,8 +145,7 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
         keys = np.concatenate([prng.row_keys(
             seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
         position = np.asarray([d.position for d in padded], np.int32)
-        scores, drawn = perturb(config.min_p, raw, config.temperature, config.top_k, config.top_p,
-                                keys, position)
+        scores, drawn = perturb(config, raw, keys, position)
         scores, drawn, raw = (np.asarray(x) for x in (scores, drawn, raw))
         rulings += [judge(d, config, raw[:, i], scores[:, i], int(drawn[i]), float(tolerance[i]))
                     for i, d in enumerate(part)]
@@ -175,19 +173,19 @@ def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def perturb(min_p: float, logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
-            position: Array) -> tuple[Array, Array]:
+def perturb(config: RolloutConfig, logits: Array, key: Array, position: Array
+            ) -> tuple[Array, Array]:
     """Returns perturbed scores f32[V, W] before truncation, and the token i32[W] of `draw`.
 
     Scores are logits f32[V, W] over temperature plus noise by key u32[W, 2] and position i32[W].
     They differ from perturbed log-probabilities by a constant that cancels in gaps.
     """
-    vocab, width = logits.shape
-    scores = logits / jnp.where(temperature == 0, 1.0, temperature)
+    (vocab, width), temperature = logits.shape, config.temperature
+    scores = logits / (temperature or 1.0)
     noise = prng.gumbel(key, position, jnp.arange(vocab)).T
-    drawn = sampling.draw(logits, jnp.full(width, temperature), jnp.full(width, top_k),
-                          jnp.full(width, top_p), key, position, min_p=min_p)
-    return scores + jnp.where(temperature == 0, 0.0, 1.0) * noise, drawn.token
+    drawn = sampling.draw(logits, jnp.full(width, temperature), jnp.full(width, config.top_k),
+                          jnp.full(width, config.top_p), key, position, min_p=config.min_p)
+    return scores + noise if temperature else scores, drawn.token
 
 
 def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, scores: np.ndarray,

@@ -19,7 +19,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.evaluation.evaluate import Problems, task_config
 from specrl_jax.metrics.progress import Progress
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import InitialState
+from specrl_jax.rollout.state import RolloutInputs
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.workdir import BEST_FILE
 from specrl_jax.structs import Json, Metrics
@@ -75,7 +75,7 @@ class InRun:
         If the best evaluation so far had other settings, clears it and reports that."""
         if self._own is not None:
             self._own = self._sampler.prepare(
-                InitialState(state.policy, state.drafter.published, self._own), say).speculation
+                RolloutInputs(state.policy, state.drafter.published, self._own), say).speculation
         best = state.best
         if best is not None and {name: best[name] for name in COMPARED} != self._compared:
             say(f"another evaluation than before: checkpoint {best['step']} is no longer the best")
@@ -91,7 +91,7 @@ class InRun:
         if self._own is not None:
             speculation = self._own.replace(acceptance=speculation.acceptance)
         results = self.problems.solve(
-            self._sampler, InitialState(state.policy, state.drafter.published, speculation),
+            self._sampler, RolloutInputs(state.policy, state.drafter.published, speculation),
             self._at_once, progress).results()
         best = state.best
         if best is None or results["accuracy"] > best["accuracy"]:

@@ -114,7 +114,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         resume.check_rendering(workdir, "training", prompts.texts, progress.warn)
         resumed = restore(trainer, state, checkpoints,
                           resume.renewed(changed) if changed else None, progress.warn)
-        state, kept = resumed or (state, ())
+        state = resumed or state
         if state.step >= config.steps:
             return
         write_config(workdir, described)
@@ -123,7 +123,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
             if changed:
                 say(resume.told(changed))
         compilations = CompilationCounter()
-        state, first = trainer.compile(state, say, resumed="control" in kept)
+        state, first = trainer.compile(state, say)
         if evaluation:
             state = evaluation.compile(state, say)
         write_best(workdir, state.best)

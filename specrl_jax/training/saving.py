@@ -28,18 +28,12 @@ class Saved(NamedTuple):
     `responses` (speculation), `prompts` (their order), and of the drafter `drafter_seconds`,
     `drafter`, `drafter_optimizer`, `drafter_features`, `drafter_staleness` and, where updates
     overlap, `drafter_ahead`. `meta` has the step, the drafter's version and faults, identities of
-    other models, and the best evaluation. Published weights are made from the learners' again.
+    other models, seconds of plain rounds, and the best evaluation. Published weights are made from
+    the learners' again.
     """
 
     arrays: dict[str, PyTree]
     meta: Json  # JSON values
-
-
-class Resumed(NamedTuple):
-    """A state resumed from a checkpoint, and the names of the arrays that the checkpoint had."""
-
-    state: TrainState
-    arrays: Collection[str]
 
 
 def to_save(trainer: Trainer, state: TrainState) -> Saved:
@@ -51,13 +45,14 @@ def to_save(trainer: Trainer, state: TrainState) -> Saved:
         {"actor": state.learner.params, "optimizer": state.learner.optimizer,
          "control": jax.tree.map(np.asarray, speculation.control)}
         | {name: _fields(node) for name, node in nodes.items()} | drafter.arrays(state.drafter),
-        {"step": state.step, "bad_steps": state.bad_steps, "drafter": drafter.meta(state.drafter)}
+        {"step": state.step, "bad_steps": state.bad_steps, "drafter": drafter.meta(state.drafter),
+         "plain_round_seconds": list(speculation.plain_round_seconds.items())}
         | trainer.policy.frozen.identities | ({} if state.best is None else {BEST: state.best}))
 
 
 def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
             renewed: Collection[str] | None = None, warn: Callable[[str], None] = loud
-            ) -> Resumed | None:
+            ) -> TrainState | None:
     """Returns a state resumed from the newest intact checkpoint; None if there is none.
 
     Args:
@@ -86,13 +81,14 @@ def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
              for name, kind in NODES.items() if name in arrays}
     speculation = state.speculation.replace(
         **{name: node for name, node in nodes.items() if name != "prompts"},
-        **({"control": arrays["control"]} if "control" in arrays else {}))
+        **({"control": arrays["control"], "fresh": False} if "control" in arrays else {}),
+        plain_round_seconds=dict(map(tuple, meta["plain_round_seconds"])))
     restored = trainer.drafter.restore(state.drafter, policy, arrays, meta["drafter"]) if (
         drafter <= arrays.keys()) else trainer.drafter.bind(state.drafter, policy)
-    return Resumed(state.replace(
+    return state.replace(
         step=meta["step"], bad_steps=meta["bad_steps"], learner=learner, policy=policy,
         drafter=restored, speculation=speculation, prompts=nodes.get("prompts", state.prompts),
-        best=meta.get(BEST)), arrays.keys())
+        best=meta.get(BEST))
 
 
 def _check_identities(trainer: Trainer, meta: Json) -> None:

@@ -28,7 +28,7 @@ from specrl_jax.rl.policy import Frozen, Policy, load
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import PublishedPolicy
+from specrl_jax.rollout.state import PublishedPolicy, RolloutInputs
 from specrl_jax.runtime.checksum import checksum
 from specrl_jax.runtime.machine import peak_rss
 from specrl_jax.runtime.stderr import warn as loud
@@ -93,19 +93,15 @@ class Trainer:
             drafter=self.drafter.init(initial.drafter), prompts=self.order.init(),
             speculation=initial.speculation.replace(responses=responses))
 
-    def compile(self, state: TrainState, say: Callable[[str], None] = ignore,
-                resumed: bool = False) -> tuple[TrainState, Metrics]:
-        """Compiles whatever a step may run, finds what rounds cost and verifies the drafter.
-
-        Args:
-          resumed: the controller's state is a checkpoint's, see `Sampler.find_costs`.
-        """
+    def compile(self, state: TrainState, say: Callable[[str], None] = ignore
+                ) -> tuple[TrainState, Metrics]:
+        """Compiles whatever a step may run, finds what rounds cost and verifies the drafter."""
         self.sampler.compile(state.policy, state.drafter.published, say, self.policy.add_programs)
         self.policy.finish_compiling()
         checksum(state.policy.params)  # compiles it
         began = time.perf_counter()
         speculation = self.sampler.find_costs(
-            state.policy, state.drafter.published, state.speculation, say, resumed=resumed)
+            RolloutInputs(state.policy, state.drafter.published, state.speculation), say)
         metrics = {"time/profiling": time.perf_counter() - began}
         drafter = self.drafter.compile(state.drafter, state.policy, speculation, say)
         return state.replace(speculation=speculation, drafter=drafter), metrics

@@ -71,15 +71,14 @@ def run(config: Any, workdir: Path, change: Callable[[TrainState], TrainState] =
     trainer, initial = micro_trainer_to_compile(config, warn=warnings.append, **arch)
     with Checkpoints(workdir / "checkpoints", 9) as checkpoints:
         resumed = restore(trainer, initial, checkpoints)
-        state = resumed.state if resumed else change(initial)
-        state, first = trainer.compile(state, resumed=bool(resumed))
+        state, first = trainer.compile(resumed or change(initial))
         with (run_files.Writer(workdir, state.step) as writer,
               Progress(config.steps, state.step) as progress):
             list(run_steps(Run(trainer, None, checkpoints, writer, progress,
                                CompilationCounter()), state, first))
         last = restore(trainer, initial, checkpoints)
-    assert last is not None and last.state.step == config.steps
-    return Finished(trainer, last.state, workdir, warnings)
+    assert last is not None and last.step == config.steps
+    return Finished(trainer, last, workdir, warnings)
 
 
 def resumed(config: Any, whole: Finished) -> Finished:

@@ -116,7 +116,7 @@ def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
                                   * metrics["reward/nonzero_advantage_fraction"]))
     keys = [(s["prompt_id"], s["occurrence"], s["sample_id"]) for s in samples]
     assert keys == sorted(set(keys))
-    second.state = restore(second.trainer, second.state, Held(first)).state
+    second.state = restore(second.trainer, second.state, Held(first))
     for one, other in zip(first.step(), second.step(), strict=True):
         mine, theirs = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in part]
                         for part in ([one], [other])) if isinstance(one, dict) else (one, other)

@@ -172,7 +172,7 @@ def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
     saved(trainer, tmp_path, 1)
     again = stepping_to_compile(config)
     with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
-        initial, again.state = again.state, restore(again.trainer, again.state, checkpoints).state
+        initial, again.state = again.state, restore(again.trainer, again.state, checkpoints)
         jax.tree.map(np.testing.assert_array_equal, again.published, trainer.published)
         frozen = again.policy.frozen
         again.policy.frozen = frozen._replace(identities={"base": "float32 other"})

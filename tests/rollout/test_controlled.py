@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from studies.recorded import replay, replay_params
 
 from specrl_jax import sharding
-from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
+from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import cost_model, registry
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import CostTable
@@ -31,6 +31,8 @@ from specrl_jax.control.protocol import Limits
 from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, RolloutInputs
 
 DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
@@ -161,6 +163,37 @@ def test_processes_share_the_costs_of_process_0(
     other = profile.stored(budget.engine, str(tmp_path / "none.json"), {})
     assert not list(left) and (first is not None) == known
     jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@pytest.mark.parametrize("fresh, known, updates, calls", [
+    (True, False, "online", "stored measured init"), (True, True, "online", "stored init"),
+    (False, True, "online", "stored"), (False, False, "online", "stored measured init"),
+    (False, False, "off", "stored")])
+def test_costs_replace_a_fresh_controllers_and_keep_a_resumed_ones(
+        fresh: bool, known: bool, updates: str, calls: str, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    config = Config(control=ControlConfig(policy="budget", cost_updates=updates),
+                    rollout=RolloutConfig(batch_size=16, min_batch=8, max_prompt_tokens=10,
+                                          max_new_tokens=8))
+    sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=8, group=2)
+    speculation = sampler.engine.initial_speculation().replace(fresh=fresh)
+    called: list[str] = []
+
+    def calling(name: str, result: Any) -> Any:
+        return lambda *args: called.append(name) or result
+
+    engine, table = sampler.engine, made_up(limits=limits_of(TASK))
+    monkeypatch.setattr(engine, "decoder", dataclasses.replace(
+        engine.decoder, controller=engine.decoder.controller._replace(init=calling("init", None))))
+    monkeypatch.setattr(profile, "stored", calling("stored", table if known else None))
+    monkeypatch.setattr(profile, "measured", calling("measured", table))
+    monkeypatch.setattr("specrl_jax.rollout.sampler.plain_round_seconds", lambda *args: {})
+    inputs = RolloutInputs(PublishedPolicy({}), PublishedDrafter((), ()), speculation)
+    after = sampler.find_costs(inputs)
+    assert " ".join(called) == calls and after.fresh is (fresh and "init" not in calls)
+    called.clear()
+    sampler.find_costs(inputs, measure=False)
+    assert "measured" not in called
 
 
 # Rollouts.

@@ -59,7 +59,7 @@ def run_in(workdir: Path, trainer: Stepping, first: Metrics | None = None) -> Tr
     """Runs all steps from a trainer's state, or from the workdir's newest checkpoint."""
     with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
         if resumed := restore(trainer.trainer, trainer.state, checkpoints):
-            trainer.state = resumed.state
+            trainer.state = resumed
         with run_files.Writer(workdir, trainer.state.step) as writer, Progress(
                 trainer.config.steps, trainer.state.step) as progress:
             parts = Run(trainer.trainer, None, checkpoints, writer, progress,
@@ -67,7 +67,7 @@ def run_in(workdir: Path, trainer: Stepping, first: Metrics | None = None) -> Tr
             list(run_steps(parts, trainer.state, first or {}))
         saved = restore(trainer.trainer, stepping_to_compile(trainer.config).state, checkpoints)
     assert saved is not None
-    return saved.state
+    return saved
 
 
 def made_up(trainer: Stepping, rng: np.random.Generator) -> Rollout:
@@ -90,7 +90,7 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
     monkeypatch.setattr(Sampler, "compile", lambda *args: compile_alone(args[-1]))
-    monkeypatch.setattr(Sampler, "find_costs", lambda self, p, d, speculation, *a, **b: speculation)
+    monkeypatch.setattr(Sampler, "find_costs", lambda self, inputs, *rest: inputs.speculation)
     trainer = stepping(micro_config(
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
         rl=RLConfig(updates=updates)))
@@ -117,7 +117,7 @@ def test_loss_and_gap_are_there_whatever_is_learned(
 def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of two steps, a KL term, and then a run that goes on from its arrays."""
     monkeypatch.setattr(Sampler, "compile", lambda *args: compile_alone(args[-1]))
-    monkeypatch.setattr(Sampler, "find_costs", lambda self, p, d, speculation, *a, **b: speculation)
+    monkeypatch.setattr(Sampler, "find_costs", lambda self, inputs, *rest: inputs.speculation)
     config = micro_config(rl=RLConfig(updates=2, minibatches=2, kl=0.1))
     trainer, rng = stepping(config), np.random.default_rng(0)
     first = [made_up(trainer, rng) for _ in range(2)]
@@ -189,6 +189,7 @@ def test_resumed_state_holds_all_that_was_saved() -> None:
         best={"step": 4, "accuracy": 0.5},
         prompts=jax.tree.map(lambda a: a + 1, state.prompts),
         speculation=state.speculation.replace(
+            fresh=False, plain_round_seconds={4: 0.25},
             responses=response_cache.add(state.speculation.responses, rollout.prompt_id,
                                          rollout.tokens, rollout.length, 4),
             acceptance=jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),
@@ -197,8 +198,8 @@ def test_resumed_state_holds_all_that_was_saved() -> None:
     for part in ("actor", "optimizer", "responses", "acceptance", "prompts"):
         assert not all(jax.tree.leaves(same[part])), part
     resumed = restore(new.trainer, new.state, Held(old))
-    assert resumed is not None and resumed.arrays == old.saved().arrays.keys()
-    new.state = resumed.state
+    assert resumed is not None
+    new.state = resumed
     jax.tree.map(np.testing.assert_array_equal, old.saved().arrays, new.saved().arrays)
     jax.tree.map(np.testing.assert_array_equal, new.published, old.params)
     assert new.saved().meta == old.saved().meta
@@ -208,7 +209,7 @@ def test_resumed_state_holds_all_that_was_saved() -> None:
 def test_resuming_names_what_has_another_shape() -> None:
     trainer, lines = stepping_to_compile(micro_config()), []
     resumed = restore(trainer.trainer, trainer.state, Held(trainer, "responses"), (), lines.append)
-    assert resumed is not None and resumed.state.step == 0 and "responses" not in resumed.arrays
+    assert resumed is not None and resumed.step == 0
     assert len(lines) == 1 and "responses" in lines[0]
 
 
