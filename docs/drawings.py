@@ -64,12 +64,12 @@ def arrow(axes: plt.Axes, start: tuple[float, float], end: tuple[float, float], 
 def chain(axes: plt.Axes, y: float, texts: Sequence[str], first: float, gap: float, w: float,
           h: float = 0.8) -> list[float]:
     """Boxes from left to right with arrows between them; returns their centres."""
-    places = [first + gap * i for i in range(len(texts))]
-    for x, text in zip(places, texts, strict=True):
+    centers = [first + gap * i for i in range(len(texts))]
+    for x, text in zip(centers, texts, strict=True):
         box(axes, x, y, text, w, h)
-    for a, b in zip(places, places[1:], strict=False):
+    for a, b in zip(centers, centers[1:], strict=False):
         arrow(axes, (a + w / 2, y), (b - w / 2, y))
-    return places
+    return centers
 
 
 def step(axes: plt.Axes) -> None:
@@ -89,10 +89,10 @@ def step(axes: plt.Axes) -> None:
 
 def rounds(axes: plt.Axes) -> None:
     limits(axes, 12.6, 2.9)
-    places = chain(axes, 1.7, ["plan\n(control)", "draft\n(draft)", "prune\n(control)",
+    centers = chain(axes, 1.7, ["plan\n(control)", "draft\n(draft)", "prune\n(control)",
                                "verify\n(verify)", "commit\n(verify)", "observe\n(both)"],
                    1.15, 2.06, 1.5)
-    arrow(axes, (places[-1], 1.3), (places[0], 1.3), color=SOFT, bend=-0.16)
+    arrow(axes, (centers[-1], 1.3), (centers[0], 1.3), color=SOFT, bend=-0.16)
     axes.text(6.3, 0.25, "the next round: other depth, other tree, nothing compiles",
               ha="center", fontsize=10)
 

@@ -88,11 +88,11 @@ def compare(args: argparse.Namespace) -> int:
         use_persistent_cache()
         replayed = replay(args.a, differ[0].step, say)
         rulings = rule(replayed, [d for step in differ for d in step.differences])
-    found = findings(args, fields, steps, rulings, replayed)
-    show(found, rulings, _decoder(replayed))
+    result = findings(args, fields, steps, rulings, replayed)
+    show(result, rulings, _decoder(replayed))
     if args.json:
-        write_atomically(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
-    return REAL if found["real"] else EQUAL
+        write_atomically(args.json, json.dumps(result, indent=2, allow_nan=False) + "\n")
+    return REAL if result["real"] else EQUAL
 
 
 def check_weights_fixed(*runs: Path) -> None:
@@ -136,9 +136,9 @@ def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepC
 
 def accept_length(run: Path, steps: Collection[int]) -> float | None:
     """Returns the mean accept length over `steps`; None if the run did not record it."""
-    found = [row["rollout/accept_length"] for row in read_metrics(run)
-             if row["step"] in steps and "rollout/accept_length" in row]
-    return statistics.mean(found) if found else None
+    lengths = [row["rollout/accept_length"] for row in read_metrics(run)
+               if row["step"] in steps and "rollout/accept_length" in row]
+    return statistics.mean(lengths) if lengths else None
 
 
 def _record(ruling: Ruling) -> dict[str, Any]:
@@ -151,30 +151,30 @@ def _record(ruling: Ruling) -> dict[str, Any]:
             **{name: x if math.isfinite(x) else None for name, x in numbers.items()}}
 
 
-def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | None], str]) -> None:
+def show(result: dict[str, Any], rulings: list[Ruling], text: Callable[[int | None], str]) -> None:
     """Prints the findings."""
     console = Console(highlight=False, soft_wrap=True)
-    for field, (a, b) in found["config_differences"].items():
+    for field, (a, b) in result["config_differences"].items():
         console.print(f"{field}: {a!r} in A, {b!r} in B", markup=False)
-    show_accept_length(console, found["accept_length"])
-    for step, count in found["rewards_failed_apart"].items():
+    show_accept_length(console, result["accept_length"])
+    for step, count in result["rewards_failed_apart"].items():
         console.print(f"step {step}: rewards of {count} equal answers failed in one run alone, so "
                       f"the runs have other weights from then on, whatever the drafter")
     if not rulings:
-        console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
-                      f"{found['tokens']} tokens; log-probabilities, loss and weights equal to the "
-                      f"last bit in {found['steps_of_equal_bits']} steps")
+        console.print(f"equal: {result['steps']} steps, {result['sequences']} sequences, "
+                      f"{result['tokens']} tokens; log-probabilities, loss and weights equal to "
+                      f"the last bit in {result['steps_of_equal_bits']} steps")
         return
     console.print(table(rulings[:ROWS_SHOWN], text))
     if len(rulings) > ROWS_SHOWN:
         console.print(f"and {len(rulings) - ROWS_SHOWN} more; --json=FILE lists all")
-    if found["replay_deviations"]:
-        console.print(f"WARNING: repeated steps generated {found['replay_deviations']} "
+    if result["replay_deviations"]:
+        console.print(f"WARNING: repeated steps generated {result['replay_deviations']} "
                       f"sequences that differ from A's, so these gaps may be of other weights")
-    console.print(f"first step that differs: {found['first_step_that_differs']}")
-    console.print(f"{len(rulings)} sequences differ in {found['tokens']} tokens compared, "
-                  f"{found['per_million_tokens']:.3g} per million: {found['near_ties']} near ties, "
-                  f"{found['real']} real differences")
+    console.print(f"first step that differs: {result['first_step_that_differs']}")
+    console.print(f"{len(rulings)} sequences differ in {result['tokens']} tokens compared, "
+                  f"{result['per_million_tokens']:.3g} per million: {result['near_ties']} near "
+                  f"ties, {result['real']} real differences")
 
 
 def show_accept_length(console: Console, lengths: Sequence[float | None]) -> None:

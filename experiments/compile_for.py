@@ -37,9 +37,9 @@ def main(config: Config, workdir: Path) -> int:
         raise ConfigError("--target: name the devices, such as --target=v6e:4x4")
     out = OUT.value and output_file("--out", OUT.value)
     result = compiling.compile_for(config, TARGET.value, ONLY.value, JOBS.value,
-                                   report=lambda found: print(tables.line(found), flush=True))
+                                   report=lambda program: print(tables.line(program), flush=True))
     tables.show(result)
-    lines = [line for found in result["programs"] for line in findings.failures(found)]
+    lines = [line for program in result["programs"] for line in findings.failures(program)]
     if out:
         write_atomically(out, tables.text(result | {"failures": lines}))
     for line in lines:

@@ -166,8 +166,8 @@ def settle_jax() -> None:
 
     for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard"),
                         ("jax_disable_jit", False)):
-        if (found := getattr(jax.config, name)) != value:
-            print(f"WARNING: {name.upper()} = {found}: set to {value}, with which the programs "
+        if (current := getattr(jax.config, name)) != value:
+            print(f"WARNING: {name.upper()} = {current}: set to {value}, with which the programs "
                   f"were written", file=sys.stderr)
             jax.config.update(name, value)
 

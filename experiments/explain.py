@@ -82,8 +82,8 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
     Raises:
       ConfigError: the step is not there.
     """
-    found = [row for row in rows if row["step"] == step]
-    if not found:
+    chosen = [row for row in rows if row["step"] == step]
+    if not chosen:
         raise ConfigError(f"--step={step}: {workdir} has the steps {rows[0]['step']} to "
                           f"{rows[-1]['step']}")
     columns: list[Column] = [
@@ -93,7 +93,7 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("verified", _number("verify_tokens", ".1f")), ("tokens", _number("tokens", ".0f")),
         ("ms", _milliseconds("seconds")), ("predicted ms", _milliseconds("predicted_seconds")),
         ("plain ms", _milliseconds("plain_seconds"))]
-    return _table(columns, recorded(found[0]))
+    return _table(columns, recorded(chosen[0]))
 
 
 def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
@@ -102,8 +102,8 @@ def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
 
 def _launches(row: Mapping[str, Any]) -> str:
     """Returns the seconds of all launches: plain seconds less saved ones."""
-    found = row.get("control/plain_seconds"), row.get("time/saved")
-    return "" if None in found else format(found[0] - found[1], ".3g")
+    estimates = row.get("control/plain_seconds"), row.get("time/saved")
+    return "" if None in estimates else format(estimates[0] - estimates[1], ".3g")
 
 
 def _milliseconds(name: str) -> Callable[[Mapping[str, Any]], str]:

@@ -53,14 +53,14 @@ def main(config: Config, workdir: Path) -> int:
         targets.check_packages(targets.parse(TARGET.value))
     config = without_weights(config)
     arch = describe_source(config.model.path, family=config.model.family).arch
-    found = candidates.plan(config, arch, machine, trace, plain=PLAIN.value)
+    plans = candidates.plan(config, arch, machine, trace, plain=PLAIN.value)
     console = Console(width=None if sys.stdout.isatty() else 190, highlight=False, soft_wrap=True)
-    console.print(table(found))
-    for line in said(found, config, arch, machine, trace):
+    console.print(table(plans))
+    for line in said(plans, config, arch, machine, trace):
         console.print(line)
-    made = record(found, trace)
+    made = record(plans, trace)
     failures = []
-    for candidate in found.best[:COMPILED] if COMPILE.value else ():
+    for candidate in plans.best[:COMPILED] if COMPILE.value else ():
         result, lines = compiled(config, candidate, TARGET.value)
         failures += lines
         made.setdefault("compiled", []).append(result)
@@ -85,9 +85,9 @@ def compiled(config: Config, candidate: Candidate, target: str) -> tuple[Json, l
 
 def machine_of(target: str | None) -> Machine:
     """Returns the machine that --target names. Raises ConfigError if there is none."""
-    found = targets.parse(target or "")
-    sizes = [int(size) for size in found.topology.split("x")]
-    return Machine(found.chip, math.prod(sizes))
+    parsed = targets.parse(target or "")
+    sizes = [int(size) for size in parsed.topology.split("x")]
+    return Machine(parsed.chip, math.prod(sizes))
 
 
 def table(plan: Plan) -> Table:

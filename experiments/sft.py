@@ -54,7 +54,7 @@ def _fine_tune(config: Config, workdir: Path) -> None:
     use_persistent_cache()
     sharding.all_devices()
     config = supervised.settle(config)
-    places = _results(config, workdir)
+    results = _results(config, workdir)
     # data.path is that of the chats; eval.py reads the preset's task from what is recorded.
     described = config_lib.as_dict(config_lib.override(config, {"data.path": ""}))
     changed = resume.check_config(workdir, described, resume.EQUAL)
@@ -77,9 +77,9 @@ def _fine_tune(config: Config, workdir: Path) -> None:
         if resumed:
             progress.say(f"resuming {workdir} after step {trainer.step_number}")
             if changed:
-                progress.say(resume.told(changed))
+                progress.say(resume.describe_changes(changed))
         _run(trainer, workdir, checkpoints)
-        _export(trainer, source, *places)
+        _export(trainer, source, *results)
 
 
 def _results(config: Config, workdir: Path) -> tuple[Path, Path]:

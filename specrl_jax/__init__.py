@@ -91,11 +91,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, path = _HOMES[name].partition(":")
-    found: Any = importlib.import_module(f"{__name__}.{module}")
+    value: Any = importlib.import_module(f"{__name__}.{module}")
     for part in path.split("."):
-        found = getattr(found, part)
-    globals()[name] = found
-    return found
+        value = getattr(value, part)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

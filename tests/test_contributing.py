@@ -16,15 +16,15 @@ ROWS = re.findall(r"^\| [\w -]+ \| `(tests/[\w/]+\.py)::(\w+)` \| (\w+) \|$", TE
 def tiers(path: str) -> dict[str, str]:
     """Returns the tier of each test function of a file by name; a parameter may be of a later one.
     """
-    found, whole = {}, set()
+    actual, whole = {}, set()
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             whole = {ast.unparse(node.value)}
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             marks = whole | {ast.unparse(decorator) for decorator in node.decorator_list}
-            found[node.name] = next((tier for tier in ("full", "ci")
-                                     if f"pytest.mark.{tier}" in marks), "fast")
-    return found
+            actual[node.name] = next((tier for tier in ("full", "ci")
+                                      if f"pytest.mark.{tier}" in marks), "fast")
+    return actual
 
 
 def test_every_row_of_the_table_names_a_test() -> None:

@@ -109,12 +109,12 @@ def test_table_of_what_a_resume_may_change_is_complete() -> None:
 
 
 def test_blocks_of_commands_are_of_a_kind_that_check_knows() -> None:
-    found = list(check.blocks())
-    assert {block.kind for block in found} == {"", check.FULL, check.BY_HAND}
+    actual = list(check.blocks())
+    assert {block.kind for block in actual} == {"", check.FULL, check.BY_HAND}
     texts = [(ROOT / page).read_text(encoding="utf-8")
              for page in ("README.md", *(f"docs/{page}" for page in WRITTEN))]
     assert sum(len(re.findall("^```(?:sh|bash|console)", text, re.M)) for text in texts
-               ) == len(found)
+               ) == len(actual)
 
 
 SCRIPTS = ("compare_runs", "compile_for", "eval", "explain", "export", "generate", "plan", "sft",

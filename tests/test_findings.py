@@ -85,9 +85,9 @@ def bugs() -> Iterator[str]:
     end = summary["frozen"]["reward_end"][0]
     yield f"| match | the same curve, token for token | {end:.2f} |"
     for arm, name in BUGS.items():
-        found = summary[arm]
-        yield (f"| {name} | {interval(found['over_plain']['reward_mean'], sign='+')} | "
-               f"{found['reward_end'][0]:.2f} |")
+        actual = summary[arm]
+        yield (f"| {name} | {interval(actual['over_plain']['reward_mean'], sign='+')} | "
+               f"{actual['reward_end'][0]:.2f} |")
 
 
 def paired(result: str, base: str, arms: dict[str, str], sign: str) -> Iterator[str]:
@@ -245,9 +245,9 @@ def comparison() -> Iterator[str]:
 
 def near_ties() -> dict[str, Any]:
     """Returns those of bfloat16, of which there is one in a hundred tokens."""
-    found = results.read("near_ties_bfloat16_smollm2")
-    assert round(100 * found["near_ties"] / found["tokens"]) == 1
-    return found
+    actual = results.read("near_ties_bfloat16_smollm2")
+    assert round(100 * actual["near_ties"] / actual["tokens"]) == 1
+    return actual
 
 
 def concepts() -> Iterator[str]:
@@ -262,9 +262,9 @@ def compare_runs() -> Iterator[str]:
 
 
 def log() -> Iterator[str]:
-    found = near_ties()
-    gaps, limits = ([x[key] for x in found["differences"]] for key in ("gap", "tolerance"))
-    yield (f"{found['near_ties']} first differences in {found['tokens']:,} tokens, "
+    actual = near_ties()
+    gaps, limits = ([x[key] for x in actual["differences"]] for key in ("gap", "tolerance"))
+    yield (f"{actual['near_ties']} first differences in {actual['tokens']:,} tokens, "
            f"{min(gaps):.3f} to {max(gaps):.2f} below the best score, where rounding explains "
            f"{min(limits):.2f} to {max(limits):.1f}")
     idle = results.read("bench_speculation_budget_cpu")["cases"]["64"]["arms"]["eagle 0"]["speedup"]
@@ -295,9 +295,9 @@ def evolving() -> Iterator[str]:
 
 def train_drafter() -> Iterator[str]:
     for name in ("arithmetic", "gsm8k_1600"):
-        found = list(results.read(f"drafter_{name}_cpu")["held_out"].values())[-1]
-        match = ", ".join(f"{found[f'match/{depth}']:.3f}" for depth in range(4))
-        yield f"| {match} | {found['accept_length/4']:.2f} tokens per round |"
+        actual = list(results.read(f"drafter_{name}_cpu")["held_out"].values())[-1]
+        match = ", ".join(f"{actual[f'match/{depth}']:.3f}" for depth in range(4))
+        yield f"| {match} | {actual['accept_length/4']:.2f} tokens per round |"
 
 
 def compile_for() -> Iterator[str]:

@@ -94,16 +94,16 @@ def a_preset(place: Path) -> None:
 # What reads them: every way in which a user comes to them.
 
 def read_model(place: Path) -> None:
-    found = describe_source(str(place / "model"))
-    found.params()
-    tokens = found.tokenizer.encode(found.tokenizer.chat([{"role": "user", "content": "hé"}]))
-    found.tokenizer.decode(tokens)
+    actual = describe_source(str(place / "model"))
+    actual.params()
+    tokens = actual.tokenizer.encode(actual.tokenizer.chat([{"role": "user", "content": "hé"}]))
+    actual.tokenizer.decode(tokens)
 
 
 def read_gguf(place: Path) -> None:
-    found = describe_source(str(place / "model.gguf"))
-    found.params()
-    found.tokenizer.decode(found.tokenizer.encode("hé"))
+    actual = describe_source(str(place / "model.gguf"))
+    actual.params()
+    actual.tokenizer.decode(actual.tokenizer.encode("hé"))
 
 
 def gsm8k(place: Path) -> DataConfig:

@@ -55,12 +55,12 @@ def violations(source: str, module: str) -> list[str]:
 
 
 def files() -> list[tuple[str, Path]]:
-    found = []
+    actual = []
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            found.append((".".join([package, *(p for p in parts if p != "__init__")]), path))
-    return found
+            actual.append((".".join([package, *(p for p in parts if p != "__init__")]), path))
+    return actual
 
 
 @pytest.mark.parametrize("module,path", files(), ids=lambda x: x if isinstance(x, str) else "")
@@ -77,9 +77,9 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
             return path[path.index(module):]
         if module in done:
             return []
-        found = next(filter(None, (visit(to, [*path, module]) for to in graph[module])), [])
+        actual = next(filter(None, (visit(to, [*path, module]) for to in graph[module])), [])
         done.add(module)
-        return found
+        return actual
 
     return next(filter(None, (visit(module, []) for module in graph)), [])
 

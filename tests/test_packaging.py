@@ -33,14 +33,14 @@ def pins(name: str, python: str) -> dict[str, str]:
     """Package -> version that a constraints file gives for a Python version."""
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     wanted = [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     for pin in wanted:
         if pin.marker is None or pin.marker.evaluate({"python_version": python}):
             (clause,) = pin.specifier
             key = canonicalize_name(pin.name)
-            assert clause.operator == "==" and key not in found, f"{name}: {pin}"
-            found[key] = clause.version
-    return found
+            assert clause.operator == "==" and key not in actual, f"{name}: {pin}"
+            actual[key] = clause.version
+    return actual
 
 
 cases = pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_no_tracked_file_is_large() -> None:
 
 @needs_git
 def test_no_tracked_file_names_a_machine_path_or_a_registry() -> None:
-    found = []
+    actual = []
     for path in tracked():
         text = path.read_bytes().decode("utf-8", errors="ignore")
         if path.suffix != ".npz" and (match := FOREIGN.search(text)):
-            found.append(f"{path.relative_to(ROOT)}: {match[0]!r}")
-    assert found == []
+            actual.append(f"{path.relative_to(ROOT)}: {match[0]!r}")
+    assert actual == []

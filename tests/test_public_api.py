@@ -24,9 +24,9 @@ def test_public_names_are_those_that_type_checkers_see():
 def test_reading_a_config_imports_no_jax():
     program = ("import sys, specrl_jax; specrl_jax.load_config('tiny', seed=1); "
                "print('jax' in sys.modules)")
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                           cwd=ROOT.parent, check=True)
-    assert found.stdout == "False\n"
+    actual = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                            cwd=ROOT.parent, check=True)
+    assert actual.stdout == "False\n"
 
 
 def test_register_functions_are_one_of_each_field():

@@ -67,8 +67,8 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(rollout, name), getattr(want, name), atol=1e-4)
     trainer.learn(want, ADVANTAGE)
-    found = moments(trainer.state.learner.optimizer)
-    for got, alone in zip(*map(jax.tree.leaves, (found, gradient)), strict=True):
+    actual = moments(trainer.state.learner.optimizer)
+    for got, alone in zip(*map(jax.tree.leaves, (actual, gradient)), strict=True):
         assert np.linalg.norm(np.asarray(got) - alone) <= 1e-5 * np.linalg.norm(alone)
     assert_lie_where_declared(trainer, trainer.params, sharding.LEARNER_RULES)
     assert_lie_where_declared(trainer, trainer.published, sharding.ROLLOUT_RULES)
@@ -95,17 +95,17 @@ def devices(trainer: Stepping, axes: str | tuple[str, ...]) -> int:
 @needs_8
 @pytest.mark.ci
 def test_mesh_chooses_prompts_and_baselines_as_one_device_does() -> None:
-    found = []
+    actual = []
     for mesh in (MeshConfig(), MeshConfig(data=2, tensor=2)):
         trainer = stepping(micro_config(
             mesh=mesh, reward__terms=("rewards:starts_even",), rl__filter="dynamic",
             rl__curriculum="pass_rate", rl__advantage="greedy_baseline", rl__loss="reinforce"))
         steps = [trainer.step() for _ in range(2)]
         assert trainer.mesh.size == mesh.size and all(m["applied"] for m, _ in steps)
-        found.append([(m["rollout/batches"], m["reward/mean"], [
+        actual.append([(m["rollout/batches"], m["reward/mean"], [
             (s["prompt_id"], s["sample_id"], s["tokens"], s["reward"]) for s in samples])
             for m, samples in steps])
-    assert found[0] == found[1] and max(batches for batches, *_ in found[0]) > 1
+    assert actual[0] == actual[1] and max(batches for batches, *_ in actual[0]) > 1
 
 
 @pytest.mark.ci
@@ -173,12 +173,12 @@ def test_what_does_not_divide_is_replicated_and_reported() -> None:
     arch = architecture.Architecture(vocab_size=20, hidden_size=16, intermediate_size=16,
                                      num_layers=1, num_heads=3, num_kv_heads=3, head_dim=4)
     described = architecture.describe(arch)
-    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh)
-    layer = places["layers"][0]
-    assert places["embed"].is_fully_replicated and layer["qkv"].is_fully_replicated
+    placed = sharding.shardings(described, sharding.LEARNER_RULES, mesh)
+    layer = placed["layers"][0]
+    assert placed["embed"].is_fully_replicated and layer["qkv"].is_fully_replicated
     assert not layer["down"].is_fully_replicated
-    told = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh)
-    assert told == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
+    replicated = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh)
+    assert replicated == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
 
 
 @pytest.mark.parametrize("error", [

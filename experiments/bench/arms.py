@@ -178,9 +178,9 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
         tasks |= {f"{name} {policy}": functools.partial(arms[f"{name} {policy}"].run, None)
                   for policy in policies}
     say(f"timing {', '.join(tasks)}")
-    found = alternate(tasks, repeats, say)
-    plain = found["off"]
-    described = {name: describe(runs, plain) for name, runs in found.items()}
+    seconds = alternate(tasks, repeats, say)
+    plain = seconds["off"]
+    described = {name: describe(runs, plain) for name, runs in seconds.items()}
     compared = plain[-1].tokens * (len(described) - 1)
     flips = sum(arm["flips"] for arm in described.values())
     return {"rows": rows, "prompts": len(prompts), "tokens": plain[-1].tokens,

@@ -27,7 +27,7 @@ class Recorder:
                                       ) -> None:
         self.names = [item.nodeid for item in items]
         left = {name for name in self.names
-                if self.results.found["cases"].get(name, {"failed": True}).get("failed")}
+                if self.results.record["cases"].get(name, {"failed": True}).get("failed")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in left])
         items[:] = [item for item in items if item.nodeid in left]
 
@@ -42,13 +42,13 @@ class Recorder:
 
 def outcome(report: pytest.TestReport) -> dict:
     """Returns the case of one test in the result file."""
-    found = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
+    row = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
     if report.skipped:
-        found["reason"] = report.longrepr[2]
+        row["reason"] = report.longrepr[2]
     elif report.failed:
         text = str(report.longrepr).strip().splitlines()
-        found["failed"] = (text or ["no message"])[-1][:300]
-    return found
+        row["failed"] = (text or ["no message"])[-1][:300]
+    return row
 
 
 def main() -> int:

@@ -36,14 +36,14 @@ def grid_of(cases: Mapping[str, Any], drafter: str) -> Grid:
     """Returns a drafter's grid from the cases of `bench.py speculation`, with the arms (policies
     included) that all of its loads have."""
     prefix = f"{drafter} "
-    found = {int(load): {name.removeprefix(prefix): arm["speedup"]["values"]
-                         for name, arm in case["arms"].items()
-                         if name.startswith(prefix) and name != f"{prefix}0"}
+    speedups = {int(load): {name.removeprefix(prefix): arm["speedup"]["values"]
+                            for name, arm in case["arms"].items()
+                            if name.startswith(prefix) and name != f"{prefix}0"}
              for load, case in sorted(cases.items(), key=lambda item: int(item[0]))}
-    found = {load: of for load, of in found.items() if of}
-    first, *others = found.values()
+    speedups = {load: of for load, of in speedups.items() if of}
+    first, *others = speedups.values()
     common = [name for name in first if all(name in of for of in others)]
-    return {load: {name: of[name] for name in common} for load, of in found.items()}
+    return {load: {name: of[name] for name in common} for load, of in speedups.items()}
 
 
 def adapting(grid: Grid, policies: Sequence[str] = ()) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def _judged(grid: Grid, names: Mapping[int, str], mean: Callable[[Sequence[float
     judged = [_odd(grid[load][name]) for load, name in names.items() if name != OFF]
     off = len(names) - len(judged)
     logs = [math.log(mean([*speeds, *[1.0] * off])) for speeds in zip(*judged, strict=False)]
-    found = {"speed": math.exp(statistics.mean(logs)) if logs else 1.0}
+    verdict = {"speed": math.exp(statistics.mean(logs)) if logs else 1.0}
     if len(logs) > 1:
         low, high = student(logs)
-        found |= {"low": math.exp(low), "high": math.exp(high)}
-    return found
+        verdict |= {"low": math.exp(low), "high": math.exp(high)}
+    return verdict
 
 
 def _odd(values: Sequence[float]) -> Sequence[float]:

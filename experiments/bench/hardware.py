@@ -79,8 +79,8 @@ def _speeds(probes: dict[str, Probe], repeats: int) -> dict[str, float]:
     """Returns the bytes/s or FLOP/s of each probe at its fastest."""
     tasks = {name: (lambda probe=probe: seconds_of(probe, jax.block_until_ready))
              for name, probe in probes.items()}
-    return {name: probes[name].work / min(found)
-            for name, found in alternate(tasks, repeats).items()}
+    return {name: probes[name].work / min(seconds)
+            for name, seconds in alternate(tasks, repeats).items()}
 
 
 def _bandwidth_programs(probe_bytes: int) -> dict[str, Probe]:
@@ -101,12 +101,12 @@ def _bandwidth_programs(probe_bytes: int) -> dict[str, Probe]:
 def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
     """Returns square float32 products in two orientations."""
     orientations = {"a @ b": lambda a, b: a @ b, "a @ b.T": lambda a, b: a @ b.T}
-    found = {}
+    programs = {}
     for size in sizes:
         pair = (jnp.full((size, size), 0.5), jnp.full((size, size), 0.25))
-        found |= {f"{name}, {size}": Probe(jax.jit(f), pair, 2 * size**3)
-                  for name, f in orientations.items()}
-    return found
+        programs |= {f"{name}, {size}": Probe(jax.jit(f), pair, 2 * size**3)
+                     for name, f in orientations.items()}
+    return programs
 
 
 def first_device() -> Any:

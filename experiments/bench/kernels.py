@@ -117,7 +117,7 @@ def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Prob
       seconds: a contender whose first call takes longer is not repeated.
     """
     dtype = dtype_of(shape, jax.default_backend())
-    moved, found, tasks = bytes_moved(shape, dtype), {}, {}
+    moved, result, tasks = bytes_moved(shape, dtype), {}, {}
     copies = max(1, min(COPIES, COPIED_BYTES // moved))
     before = probes.measure()
     for name, make in contenders(shape, dtype).items():
@@ -127,33 +127,33 @@ def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Prob
             contender = make()
             task = prepared(contender, copies, inner)
             first = seconds_of(task, jax.block_until_ready)
-            found[name] = {"ours": contender.ours}
+            result[name] = {"ours": contender.ours}
             if first > seconds:
-                found[name]["seconds"] = spread([first / copies / inner])
+                result[name]["seconds"] = spread([first / copies / inner])
             else:
                 tasks[name] = task
         except (Unsupported, Impossible) as reason:
-            found[name] = {"refused": str(reason)}
+            result[name] = {"refused": str(reason)}
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, TypeError,
                 AssertionError) as error:
-            found[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+            result[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
     timed = alternate({name: functools.partial(seconds_of, task, jax.block_until_ready)
                        for name, task in tasks.items()}, repeats)
     for name, values in timed.items():
-        found[name]["seconds"] = spread([value / copies / inner for value in values])
+        result[name]["seconds"] = spread([value / copies / inner for value in values])
     bandwidth = before.best(probes.measure()).bandwidth
-    for one in found.values():
+    for one in result.values():
         if "seconds" in one:
             one["bandwidth_fraction"] = moved / one["seconds"]["median"] / bandwidth
     return {"shape": dataclasses.asdict(shape), "dtype": str(jnp.dtype(dtype)), "bytes": moved,
             "copies": copies, "bandwidth": bandwidth, "bound_seconds": moved / bandwidth,
-            "contenders": found, **_verdict(found)}
+            "contenders": result, **_verdict(result)}
 
 
-def _verdict(found: dict[str, Any]) -> dict[str, Any]:
+def _verdict(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the fastest of ours, the best alternative, and their ratio."""
-    timed = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
-    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine}
+    timed = {name: one["seconds"]["median"] for name, one in result.items() if "seconds" in one}
+    ours, others = ({name: value for name, value in timed.items() if result[name]["ours"] is mine}
                     for mine in (True, False))
     if not ours or not others:
         return {}

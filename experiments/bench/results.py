@@ -91,13 +91,13 @@ def earlier(path: Path, **same: Any) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        cases = found["cases"]
+        result = json.loads(path.read_text(encoding="utf-8"))
+        cases = result["cases"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--out={path}: it is no result of a benchmark, so --resume cannot read "
                           f"it; remove it or name another file") from error
     for name, value in same.items():
-        if found.get(name) != json.loads(json.dumps(value)):
+        if result.get(name) != json.loads(json.dumps(value)):
             raise ConfigError(f"--out={path}: it was made with another {name} or names none, so "
                               "--resume cannot keep its cases; remove it or name another file")
     return cases

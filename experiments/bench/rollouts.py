@@ -84,26 +84,26 @@ def case(model: str, rows: int, new: int, probes: Probes, in_time: Callable[[], 
     """
     arch = MODELS[model]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    params, found, recorded = random_params(arch, dtype), {}, None
+    params, by_name, recorded = random_params(arch, dtype), {}, None
     settings = [(drafter, name) for name in names for drafter in ("off", "replay")]
     for drafter, name in settings:
         setting = f"{drafter}, {name or 'default'}"
-        if not in_time() and found:
-            found[setting] = {"left_out": "out of time"}
+        if not in_time() and by_name:
+            by_name[setting] = {"left_out": "out of time"}
             continue
         try:
             one, result = run(arch, params, dtype, rows, new, drafter, name, recorded)
         except (Unsupported, ExceptionGroup, jax.errors.JaxRuntimeError, ValueError) as error:
-            found[setting] = {
+            by_name[setting] = {
                 "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
             continue
         if recorded is None:
             recorded = result.sequences.tokens
         one["equal_streams"] = float(np.mean(np.all(result.sequences.tokens == recorded, 1)))
-        found[setting] = one | bound(
+        by_name[setting] = one | bound(
             arch, dtype, np.full(rows, prompt_of(arch, new)), result, probes.measure(), one)
     return {"model": model, "rows": rows, "new_tokens": new, "dtype": str(jnp.dtype(dtype)),
-            "settings": found}
+            "settings": by_name}
 
 
 def random_params(arch: Architecture, dtype: Any) -> Any:
@@ -182,9 +182,9 @@ def bound(arch: Architecture, dtype: Any, prompt_lengths: np.ndarray, result: Re
     return {"bound_round_seconds": each, "over_bound": one["round_seconds"] / each}
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def line(name: str, result: dict[str, Any]) -> str:
     """Returns one line for the terminal."""
     shown = [f"{who} {one['tokens_per_second']:.0f} tokens/s ({one['over_bound']:.2f} of the bound)"
              if "seconds" in one else f"{who} {next(iter(one))}"
-             for who, one in found["settings"].items()]
+             for who, one in result["settings"].items()]
     return f"{name}: {'; '.join(shown)}"

@@ -23,13 +23,13 @@ from . import hardware, json_file  # noqa: E402
 
 def parser(text: str, default: str) -> argparse.ArgumentParser:
     """Returns a parser with the flags that all of them have: --out, --seconds, --tiny."""
-    found = argparse.ArgumentParser(description=text.splitlines()[0])
-    found.add_argument("--out", type=Path, help="JSON file; its cases are not run again "
-                       f"(default: {default} in experiments/results)")
-    found.add_argument("--seconds", type=float, default=420.0,
-                       help="no case starts later than this")
-    found.add_argument("--tiny", action="store_true", help="sizes for a test on any machine")
-    return found
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file; its cases are not run again "
+                        f"(default: {default} in experiments/results)")
+    parser.add_argument("--seconds", type=float, default=420.0,
+                        help="no case starts later than this")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test on any machine")
+    return parser
 
 
 class Results:
@@ -45,7 +45,7 @@ class Results:
                  ) -> None:
         self.path = ROOT / "experiments" / "results" / default if out is None else out
         self.began, self.seconds = time.monotonic(), seconds
-        self.found = head | {"cases": self._earlier(head)}
+        self.record = head | {"cases": self._earlier(head)}
 
     def _earlier(self, head: dict[str, Any]) -> dict[str, Any]:
         """Returns the cases that this machine and these versions made.
@@ -63,23 +63,23 @@ class Results:
 
     def left(self, names: Iterable[str]) -> list[str]:
         """Returns the names without a case."""
-        return [name for name in names if name not in self.found["cases"]]
+        return [name for name in names if name not in self.record["cases"]]
 
     def in_time(self) -> bool:
         return time.monotonic() - self.began < self.seconds
 
     def add(self, name: str, case: dict[str, Any]) -> None:
-        self.found["cases"][name] = case
-        json_file.write(self.path, self.found)
+        self.record["cases"][name] = case
+        json_file.write(self.path, self.record)
 
     def finish(self, names: Iterable[str]) -> int:
         """Prints how many cases are left and which failed; returns 1 if one did, else 0."""
         left = self.left(names)
         more = f"; {len(left)} cases are left, run it again" if left else ""
         print(f"wrote {self.path}{more}")
-        failed = [name for name, case in self.found["cases"].items() if case.get("failed")]
+        failed = [name for name, case in self.record["cases"].items() if case.get("failed")]
         for name in failed:
-            print(f"failed: {name}: {self.found['cases'][name]['failed']}", file=sys.stderr)
+            print(f"failed: {name}: {self.record['cases'][name]['failed']}", file=sys.stderr)
         return 1 if failed else 0
 
 

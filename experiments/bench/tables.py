@@ -14,18 +14,18 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
+def between(quantiles: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
     """Returns median and range of a spread as text."""
-    median, low, high = (found[name] * scale for name in ("median", "min", "max"))
+    median, low, high = (quantiles[name] * scale for name in ("median", "min", "max"))
     return f"{median:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
 
-def adapting_table(found: dict[str, Any]) -> Table:
+def adapting_table(result: dict[str, Any]) -> Table:
     """Returns what each way of choosing a setting gains, and up to which load, by drafter."""
     table = Table("drafter", "geometric mean over loads (95 % interval), harmonic mean",
                   "gains up to rows", title="gain from adapting to the load",
                   caption="speed over plain decoding; chosen on even repeats, judged on odd ones")
-    for name, one in found.items():
+    for name, one in result.items():
         ways = [f"{way}: {_with_interval(mean)}, {one['harmonic'][way]['speed']:.3f}"
                 for way, mean in one["geometric"].items()]
         loads = [f"{arm}: {'all' if load is None else format(load, '.0f')}"
@@ -34,9 +34,9 @@ def adapting_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def _with_interval(found: dict[str, float]) -> str:
-    interval = f" ({found['low']:.3f} .. {found['high']:.3f})" if "low" in found else ""
-    return f"{found['speed']:.3f}{interval}"
+def _with_interval(ratio: dict[str, float]) -> str:
+    interval = f" ({ratio['low']:.3f} .. {ratio['high']:.3f})" if "low" in ratio else ""
+    return f"{ratio['speed']:.3f}{interval}"
 
 
 def speculation_table(case: dict[str, Any]) -> Table:

@@ -23,14 +23,14 @@ def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int,
     Returns:
       What each task returned, by repeat: entries with the same index are close in time.
     """
-    found: dict[str, list[T]] = {name: [] for name in tasks}
+    results: dict[str, list[T]] = {name: [] for name in tasks}
     for repeat in range(repeats):
         names, first = list(tasks), repeat % len(tasks)
         for name in names[first:] + names[:first]:
-            found[name].append(tasks[name]())
+            results[name].append(tasks[name]())
         if repeats > 1:
             say(f"repeat {repeat + 1} of {repeats}")
-    return found
+    return results
 
 
 class TimeLeft:

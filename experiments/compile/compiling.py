@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", f"{__package__}.worker"]
 
 
 def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int = 1,
-                folder: Path | None = None, report: Callable[[Json], None] = lambda found: None
+                folder: Path | None = None, report: Callable[[Json], None] = lambda programs: None
                 ) -> Json:
     """Compiles every program of a run for a target that is not there.
 
@@ -53,11 +53,11 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
             raise ConfigError(worker.refused)
     about = workers[0].about
     order = {title: i for i, title in enumerate(about["programs"])}
-    found = sorted((one for worker in workers for one in worker.found),
-                   key=lambda one: order[one["program"]])
+    programs = sorted((one for worker in workers for one in worker.programs),
+                      key=lambda one: order[one["program"]])
     return {"target": target, "config": as_dict(config), "versions": targets.versions(),
             "devices": about["devices"], "resident": about["resident"],
-            "programs": found}
+            "programs": programs}
 
 
 class _Worker:
@@ -66,7 +66,7 @@ class _Worker:
     def __init__(self, request: Json, report: Callable[[Json], None]) -> None:
         self.request, self._report = request, report
         self.about: Json = {}
-        self.refused, self.found = "", []
+        self.refused, self.programs = "", []
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -84,7 +84,7 @@ class _Worker:
                                              "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             os.close(writing)
             assert process.stdin is not None
-            skip = [one["program"] for one in self.found]
+            skip = [one["program"] for one in self.programs]
             with contextlib.suppress(BrokenPipeError):  # it has ended; its status is read below
                 process.stdin.write(json.dumps(self.request | {"skip": skip}) + "\n")
                 process.stdin.flush()  # and open: the process ends with this one
@@ -118,9 +118,9 @@ class _Worker:
                     self._running = ""
                     self._add(event["done"])
 
-    def _add(self, found: Json) -> None:
-        self.found.append(found)
-        self._report(found)
+    def _add(self, program: Json) -> None:
+        self.programs.append(program)
+        self._report(program)
 
 
 def _reason(code: int, log: str) -> str:

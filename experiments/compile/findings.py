@@ -61,30 +61,30 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
         return known | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
     begin({"known": known, "path": "" if path is None else str(path)})
     try:
-        found = _compile(lowered, program)
+        finding = _compile(lowered, program)
     except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
-        found = {"error": one_line(error)}
+        finding = {"error": one_line(error)}
     if path is not None:
-        keep(path, found)
-    return known | {"kept": False} | found
+        keep(path, finding)
+    return known | {"kept": False} | finding
 
 
-def keep(path: Path, found: Json) -> None:
+def keep(path: Path, finding: Json) -> None:
     """Writes findings of a program for later calls."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.write_text(json.dumps(finding), encoding="utf-8")
     partial.replace(path)
 
 
 def one_line(error: Exception) -> str:
     """Returns what an error of JAX or a compiler says first; of too little memory, how much."""
     text = str(error)
-    if found := re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded hbm capacity by "
+    if match := re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded hbm capacity by "
                           r"([\d.]+\w)", text):
-        return f"{NO_ROOM} the compiler needs {found[1]} of {found[2]}, {found[3]} too much"
-    if found := re.search(r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", text):
-        return f"{NO_ROOM} its temporaries alone need {found[1]} of {found[2]}"
+        return f"{NO_ROOM} the compiler needs {match[1]} of {match[2]}, {match[3]} too much"
+    if match := re.search(r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", text):
+        return f"{NO_ROOM} its temporaries alone need {match[1]} of {match[2]}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
@@ -113,25 +113,25 @@ def _cache_elements(program: Program) -> set[int]:
     return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
 
 
-def memory(found: Json) -> int:
+def memory(finding: Json) -> int:
     """Returns the bytes on a device of a program and of what is resident beside it."""
-    return found["peak"] + sum(found["resident"].values())
+    return finding["peak"] + sum(finding["resident"].values())
 
 
-def failures(found: Json) -> list[str]:
+def failures(finding: Json) -> list[str]:
     """Returns one line for each reason why a program cannot be used, "" never."""
-    name, lines = found["program"], []
-    if "error" in found:
-        hint = f"; {way_out(name)}" if found["error"].startswith(NO_ROOM) else ""
-        return [f"{name}: {found['error']}{hint}"]
-    needed = memory(found)
-    over = needed - found["limit"]
+    name, lines = finding["program"], []
+    if "error" in finding:
+        hint = f"; {way_out(name)}" if finding["error"].startswith(NO_ROOM) else ""
+        return [f"{name}: {finding['error']}{hint}"]
+    needed = memory(finding)
+    over = needed - finding["limit"]
     if over > 0:
         lines.append(
-            f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {found['limit'] / GIB:.2f}, "
-            f"{over / GIB:.2f} too much: {found['peak'] / GIB:.2f} of its own beside "
-            f"{_parts(found['resident'])}; {way_out(name)}")
-    for copy in found["cache_copies"]:
+            f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {finding['limit'] / GIB:.2f}, "
+            f"{over / GIB:.2f} too much: {finding['peak'] / GIB:.2f} of its own beside "
+            f"{_parts(finding['resident'])}; {way_out(name)}")
+    for copy in finding["cache_copies"]:
         where = "in a loop" if copy["in_loop"] else "at its edge"
         lines.append(f"{name}: {copy['count']} x {copy['kind']} of a cache's "
                      f"{copy['bytes'] / 2**20:.0f} MiB {where}")

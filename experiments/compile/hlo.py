@@ -73,8 +73,8 @@ def parse(text: str) -> Module:
             current = head[2]
             computations[current] = []
             entry = current if head[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            computations[current].append(_instruction(*found.groups()))
+        elif current and (match := _INSTRUCTION.match(line)):
+            computations[current].append(_instruction(*match.groups()))
     header = text[: text.find("\n")]
     return Module(computations, entry, len(re.findall(r"(?:may|must)-alias", header)))
 
@@ -124,19 +124,19 @@ def running(module: Module) -> Iterator[tuple[int, Instruction]]:
 
 def kinds(module: Module) -> dict[str, int]:
     """Returns how many operations of each kind run, a loop's body once."""
-    found = collections.Counter(i.kind for _, i in running(module) if i.kind not in QUIET)
-    return dict(found.most_common())
+    counts = collections.Counter(i.kind for _, i in running(module) if i.kind not in QUIET)
+    return dict(counts.most_common())
 
 
 def collectives(module: Module) -> dict[str, dict[str, int]]:
     """Returns kind -> {"count", "bytes"} of collectives, a loop's body once."""
-    found: dict[str, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = {}
     for _, instruction in running(module):
         if instruction.starts in COLLECTIVES:
-            one = found.setdefault(instruction.starts, {"count": 0, "bytes": 0})
+            one = by_kind.setdefault(instruction.starts, {"count": 0, "bytes": 0})
             one["count"] += 1
             one["bytes"] += instruction.size
-    return found
+    return by_kind
 
 
 def cache_copies(module: Module, elements: Collection[int], least: int = 2**20
@@ -147,11 +147,11 @@ def cache_copies(module: Module, elements: Collection[int], least: int = 2**20
       elements: of the cache's arrays on one device; a stack of them counts, too.
       least: bytes of the smallest copy that is told.
     """
-    found: collections.Counter[tuple[str, int, bool]] = collections.Counter()
+    counts: collections.Counter[tuple[str, int, bool]] = collections.Counter()
     for depth, instruction in running(module):
         largest = max((count for _, count in instruction.shapes), default=0)
         if instruction.copies and instruction.size >= least and any(
                 largest % size == 0 for size in elements):
-            found[instruction.kind, instruction.size, depth > 0] += 1
+            counts[instruction.kind, instruction.size, depth > 0] += 1
     return [{"kind": kind, "bytes": size, "in_loop": loop, "count": count}
-            for (kind, size, loop), count in sorted(found.items(), key=lambda x: -x[0][1])]
+            for (kind, size, loop), count in sorted(counts.items(), key=lambda x: -x[0][1])]

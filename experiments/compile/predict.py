@@ -151,7 +151,7 @@ def break_even(model: Model, machine: Machine, trace: Trace) -> float | None:
     None if it never does."""
     rates = np.linspace(0, 1, 21)
     for rate in rates:
-        found = simulate(model, machine, dataclasses.replace(trace, acceptance=(float(rate),)))
-        if found.drafting > 0:
+        result = simulate(model, machine, dataclasses.replace(trace, acceptance=(float(rate),)))
+        if result.drafting > 0:
             return float(rate)
     return None

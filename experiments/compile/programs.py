@@ -27,7 +27,7 @@ from specrl_jax.rl import programs as policy
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.sampler import cast, published_places
+from specrl_jax.rollout.sampler import cast, published_shardings
 from specrl_jax.runtime import checksum
 from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.runtime.paths import local_path
@@ -165,13 +165,13 @@ def _teacher(config: Config) -> Architecture | None:
 def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:
     """Returns what publishing makes of `params`: themselves if that changes nothing."""
     stacked = layers.are_scanned(sharding.platform(mesh))
-    found = abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
-                     published_places(arch, mesh, stacked))
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=False)
-    same = jax.tree.structure(params) == jax.tree.structure(found) and all(
+    weights = abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
+                       published_shardings(arch, mesh, stacked))
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(weights), strict=False)
+    same = jax.tree.structure(params) == jax.tree.structure(weights) and all(
         a.shape == b.shape and a.dtype == b.dtype
         and a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
-    return params if same else found
+    return params if same else weights
 
 
 def _apart(bound: PyTree, actor: PyTree) -> list[Any]:
@@ -195,14 +195,14 @@ def _leaf_bytes(leaf: Any) -> int:
 def beside(program: Program, resident: dict[str, PyTree]) -> dict[str, int]:
     """Returns the bytes on one device of what is resident and no argument of a program, by what."""
     held = collections.Counter(_signature(program.args))
-    found = {}
+    sizes = {}
     for name, tree in resident.items():
         needed = collections.Counter(_signature(tree))
         if needed - held:
-            found[name] = device_bytes(tree)
+            sizes[name] = device_bytes(tree)
         else:
             held -= needed
-    return found
+    return sizes
 
 
 def _signature(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -18,19 +18,19 @@ NOTE = ("compiled for, never run: this says nothing about speed, numerics or han
         "arithmetic over weights, cache and tokens")
 
 
-def line(found: Json) -> str:
+def line(program: Json) -> str:
     """Returns one program's findings in a line, shown as soon as they are there."""
-    if "error" in found:
-        return f"{found['program']}: {found['error']}"
-    how = "kept" if found["kept"] else f"compiled in {found['compile_seconds']:.0f} s"
-    return f"{found['program']}: {how}, {memory(found) / GIB:.2f} GiB"
+    if "error" in program:
+        return f"{program['program']}: {program['error']}"
+    how = "kept" if program["kept"] else f"compiled in {program['compile_seconds']:.0f} s"
+    return f"{program['program']}: {how}, {memory(program) / GIB:.2f} GiB"
 
 
 def text(result: Json) -> str:
     """Returns a result as JSON with a line for each program; of its kinds of operations, those that
     a host decides."""
-    programs = [found | {"kinds": {kind: found["kinds"].get(kind, 0) for kind in DECIDED}}
-                if "kinds" in found else found for found in result["programs"]]
+    programs = [program | {"kinds": {kind: program["kinds"].get(kind, 0) for kind in DECIDED}}
+                if "kinds" in program else program for program in result["programs"]]
     rest = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()
             if name != "programs"]
     return "{" + ",\n".join([*rest, '"programs": [\n' + ",\n".join(
@@ -50,18 +50,19 @@ def table(result: Json) -> Table:
                  "cache copies", "collectives", "least ms",
                  title=f"{result['target']}, {result['devices']} devices; {versions}",
                  caption=f"resident, GiB: {resident}\n{NOTE}")
-    for found in result["programs"]:
-        made.add_row(*(_row(found) if "error" not in found else [found["program"], "failed"]))
+    for program in result["programs"]:
+        made.add_row(*(_row(program) if "error" not in program else [program["program"], "failed"]))
     return made
 
 
-def _row(found: Json) -> list[str]:
-    copies = sum(copy["count"] for copy in found["cache_copies"])
+def _row(program: Json) -> list[str]:
+    copies = sum(copy["count"] for copy in program["cache_copies"])
     moved = [f"{one['count']} {kind} {one['bytes'] / 2**20:.1f} MiB"
-             for kind, one in found["collectives"].items()]
-    least = found["least_seconds"]
-    return [found["program"], f"{found['compile_seconds']:.1f}{' kept' if found['kept'] else ''}",
-            f"{memory(found) / GIB:.2f} of {found['limit'] / GIB:.2f}",
-            f"{found['peak'] / GIB:.2f}", f"{found['temporaries'] / GIB:.2f}",
-            f"{found['aliased']} of {found['donated']}", str(found["operations"]), str(copies),
-            "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}"]
+             for kind, one in program["collectives"].items()]
+    least = program["least_seconds"]
+    return [program["program"],
+            f"{program['compile_seconds']:.1f}{' kept' if program['kept'] else ''}",
+            f"{memory(program) / GIB:.2f} of {program['limit'] / GIB:.2f}",
+            f"{program['peak'] / GIB:.2f}", f"{program['temporaries'] / GIB:.2f}",
+            f"{program['aliased']} of {program['donated']}", str(program["operations"]),
+            str(copies), "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}"]

@@ -73,15 +73,15 @@ def devices(target: Target) -> list[Any]:
 
     try:
         if target.platform == "tpu":
-            found = topologies.get_topology_desc(target.name, "tpu")
+            topology = topologies.get_topology_desc(target.name, "tpu")
         else:
             text = (DESCRIPTIONS / f"{target.chip.name}.txtpb").read_text(encoding="utf-8")
-            found = topologies.get_topology_desc(target.chip.name, "cuda", target_config=text,
-                                                 topology=target.topology)
+            topology = topologies.get_topology_desc(target.chip.name, "cuda", target_config=text,
+                                                    topology=target.topology)
     except RuntimeError as error:  # jax.errors.JaxRuntimeError, too
         raise ConfigError(f"target = {target.name!r}: {str(error).splitlines()[0]}; give a "
                           f"topology of whole hosts, such as {EXAMPLES}") from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 def limits(target: Target, device: Any) -> Chip:
@@ -91,13 +91,13 @@ def limits(target: Target, device: Any) -> Chip:
 
 def versions() -> dict[str, str]:
     """Returns the versions of what compiles."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -124,10 +124,10 @@ def with_target(argv: Sequence[str]) -> list[str]:
 
 def _given(argv: Sequence[str], name: str) -> tuple[slice, str] | None:
     """Returns where a flag stands last, in absl's forms --name=value and --name value."""
-    found = None
+    best = None
     for i, argument in enumerate(argv):
         if argument in (f"-{name}", f"--{name}"):
-            found = slice(i, i + 2), "".join(argv[i + 1:i + 2])
+            best = slice(i, i + 2), "".join(argv[i + 1:i + 2])
         elif match := re.fullmatch(rf"--?{name}=(.*)", argument):
-            found = slice(i, i + 1), match[1]
-    return found
+            best = slice(i, i + 1), match[1]
+    return best

@@ -65,8 +65,8 @@ def read(path: str) -> Trace:
     try:
         if Path(path).is_dir():
             return _of_run(Path(path))
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        lengths, rates = np.asarray(found["lengths"], int), np.asarray(found["acceptance"], float)
+        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        lengths, rates = np.asarray(trace["lengths"], int), np.asarray(trace["acceptance"], float)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--trace={path}: {error!r}: {FORM}") from error
     if lengths.ndim != 1 or rates.ndim != 1 or not lengths.size or not rates.size or (

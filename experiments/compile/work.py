@@ -149,7 +149,7 @@ def memory(model: Model) -> dict[str, float]:
     if config.learner.remat == "full":
         kept = tokens * arch.hidden_size * HALF
     layer = layer_matmul_params(arch) / arch.num_layers / model.tensor
-    found = {
+    moved = {
         "learner state": model.parameters * (FLOAT + 2 * FLOAT / config.mesh.data) / split,
         "published weights": model.parameters * model.item / model.tensor,
         "caches": shapes.batch * shapes.cache * cache_bytes(arch, model.item)
@@ -160,13 +160,13 @@ def memory(model: Model) -> dict[str, float]:
             + LOGITS * min(tokens, TOKENS_AT_ONCE) * arch.vocab_size * FLOAT) / model.tensor
         + arch.num_layers * kept + 2 * wide + 2 * layer * (HALF + FLOAT)}
     if config.rl.kl:
-        found["reference"] = model.parameters * FLOAT / split
+        moved["reference"] = model.parameters * FLOAT / split
     if model.drafts:
         own = model.drafter_parameters
         cached = shapes.batch * shapes.cache * model.item
-        found["drafter"] = (own * (ADAM + FLOAT + model.item) + cached * (
+        moved["drafter"] = (own * (ADAM + FLOAT + model.item) + cached * (
             arch.hidden_size + 2 * arch.num_kv_heads * arch.head_dim)) / model.tensor
-    return found
+    return moved
 
 
 def round_work(model: Model, rows: int, context: float, nodes: int = 1) -> Work:

@@ -61,32 +61,32 @@ def compile_all(request: Json, events: TextIO) -> None:
                   "resident": {name: programs.device_bytes(tree)
                                for name, tree in run.resident.items()}})
     part, parts = request["part"]
-    for found in failed if part == 0 and not request["skip"] else []:
-        _say(events, {"done": found})
+    for finding in failed if part == 0 and not request["skip"] else []:
+        _say(events, {"done": finding})
     for program in chosen[part::parts]:
         if program.title in request["skip"]:
             continue
         _say(events, {"begin": program.title})
         folder = Path(request["keep"]) if request["keep"] else None
         try:
-            found = findings.find(program, run, target, chip, folder,
-                                  lambda event: _say(events, event))
+            finding = findings.find(program, run, target, chip, folder,
+                                    lambda event: _say(events, event))
         except Exception as error:  # noqa: BLE001  of tracing and lowering
-            found = {"program": program.title, "error": findings.one_line(error)}
-        _say(events, {"done": found})
+            finding = {"program": program.title, "error": findings.one_line(error)}
+        _say(events, {"done": finding})
 
 
 def _described(run: programs.Run) -> tuple[list[Program], list[Json]]:
     """Returns the programs, and a failure for each part of the run that cannot be traced."""
-    found, failed = [], []
+    described, failed = [], []
     for name, group in run.groups().items():
         try:
-            found += group
+            described += group
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001  whatever tracing raises is a finding
             failed.append({"program": f"{name} (tracing)", "error": findings.one_line(error)})
-    return found, failed
+    return described, failed
 
 
 def _end_with_stdin() -> None:

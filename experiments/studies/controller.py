@@ -81,16 +81,16 @@ def _main(config: Config) -> int:
 
 def table(cases: dict) -> Table:
     """Returns each policy's speed over the best fixed setting."""
-    found = Table(title="speed over the best fixed setting, with its 95 % interval")
+    made = Table(title="speed over the best fixed setting, with its 95 % interval")
     names = ["off", *dict.fromkeys(n for case in cases.values() for n in case["explained"])]
     for column in ("cell", "best fixed", *names, "equal", "compilations"):
-        found.add_column(column, justify="right", no_wrap=column == "cell")
+        made.add_column(column, justify="right", no_wrap=column == "cell")
     for name, case in cases.items():
         shown = [f"{a['ratio']:.3f} ({a['low']:.3f} .. {a['high']:.3f})"
                  for a in map(case["arms"].get, names) if a]
-        found.add_row(name, case["best_fixed"], *shown, "yes" if case["equal_tokens"] else "no",
-                      str(case["compilations"]))
-    return found
+        made.add_row(name, case["best_fixed"], *shown, "yes" if case["equal_tokens"] else "no",
+                     str(case["compilations"]))
+    return made
 
 
 def _say(text: str) -> None:

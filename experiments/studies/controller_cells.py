@@ -77,12 +77,12 @@ def pick(preset: str, names: Sequence[str]) -> dict[Sizes, list[Cell]]:
     Raises:
       ConfigError: there is no such cell.
     """
-    known, found = {cell.name: cell for cell in CELLS[preset]}, {}
+    known, cells = {cell.name: cell for cell in CELLS[preset]}, {}
     for name in names or known:
         if name not in known:
             raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
-        found.setdefault(known[name].sizes, []).append(known[name])
-    return found
+        cells.setdefault(known[name].sizes, []).append(known[name])
+    return cells
 
 
 class Bench(NamedTuple):
@@ -112,12 +112,12 @@ class Bench(NamedTuple):
         if self.prompts is None:
             return [[[(7 * i) % 256 for i in range(context)]] * rows] * LOADS["small"]
         some = itertools.islice(self.prompts(context // 2), LOADS["smollm2"] * rows)
-        found = [prompt[-2 * context:] for prompt in some]
-        loads = [found[i:i + rows] for i in range(0, len(found) - rows + 1, rows)]
+        tails = [prompt[-2 * context:] for prompt in some]
+        loads = [tails[i:i + rows] for i in range(0, len(tails) - rows + 1, rows)]
         if len(loads) < 2:
             raise ConfigError(
                 f"data.split = {self.config.data.split!r}, data.examples = "
-                f"{self.config.data.examples}: {len(found)} prompts are too few for two "
+                f"{self.config.data.examples}: {len(tails)} prompts are too few for two "
                 f"rollouts of {rows} rows and context {context}; take a larger split, or all of "
                 f"its examples with --config.data.examples=0")
         return loads

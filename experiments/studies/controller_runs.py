@@ -206,8 +206,8 @@ def same(runs: Sequence[Sequence[Result]]) -> bool:
 
 
 def _accept_length(runs: Sequence[Result]) -> float:
-    found = [run.counters["committed"] / run.counters["row_rounds"] for run in runs]
-    return float(f"{np.mean(found):.5g}")
+    lengths = [run.counters["committed"] / run.counters["row_rounds"] for run in runs]
+    return float(f"{np.mean(lengths):.5g}")
 
 
 def generated(result: Result, group: int) -> np.ndarray:

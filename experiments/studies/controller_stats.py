@@ -38,14 +38,14 @@ def arms(case: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     Pairs of budget and that setting count both by turns with all arms and alone.
     """
     best, seconds = case["best_fixed"], case["seconds"]
-    found = {}
+    by_arm = {}
     for name, mine in seconds.items():
         pairs = _logs(mine, seconds[best])
         for alone in case["duels"] if name == "budget" else ():
             pairs += _logs(alone[name], alone[best])
-        found[name] = interval(pairs) | {"median_seconds": statistics.median(mine),
-                                         "pairs": len(pairs)}
-    return found
+        by_arm[name] = interval(pairs) | {"median_seconds": statistics.median(mine),
+                                          "pairs": len(pairs)}
+    return by_arm
 
 
 def _logs(mine: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -61,10 +61,10 @@ def interval(logs: Sequence[float]) -> dict[str, float]:
 
 def summarize(cases: Mapping[str, Any]) -> dict[str, Any]:
     """Returns each policy's geometric mean over the best fixed settings, and its worst cell."""
-    found = {}
+    summary = {}
     for name in dict.fromkeys(name for case in cases.values() for name in case["explained"]):
         ratios = {key: case["arms"][name]["ratio"] for key, case in cases.items()
                   if name in case["arms"]}
-        found[name] = interval([math.log(r) for r in ratios.values()]) | {
+        summary[name] = interval([math.log(r) for r in ratios.values()]) | {
             "cells": len(ratios), "worst": min(ratios, key=lambda key: ratios[key])}
-    return found
+    return summary

@@ -76,10 +76,10 @@ def main(config: Config, workdir: Path) -> int:
         say(f"error: {died}")
         return EXIT_DIED
     for path, made in files.values():
-        for name, found in made["summary"].items():
-            say(f"{name:24} acceptance at the end {found['acceptance_end'][0]:.3f}  reward "
-                f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s  ahead "
-                f"{found['ahead_seconds'][0]:+.1f} s")
+        for name, row in made["summary"].items():
+            say(f"{name:24} acceptance at the end {row['acceptance_end'][0]:.3f}  reward "
+                f"{row['reward_end'][0]:.3f}  net {row['net_seconds'][0]:+.1f} s  ahead "
+                f"{row['ahead_seconds'][0]:+.1f} s")
         print(f"wrote {path}")
     return 0
 

@@ -108,7 +108,7 @@ def summarize(cases: Cases, reference: str) -> dict[str, Any]:
 
     Intervals are Student's at 95 %; with one seed low and high are the value itself.
     """
-    found = {seed: numbers(case) for seed, case in cases.items()}
+    by_seed = {seed: numbers(case) for seed, case in cases.items()}
 
     def over(values: list[float]) -> list[float]:
         low, high = student(values) if len(values) > 1 else (values[0], values[0])
@@ -116,8 +116,8 @@ def summarize(cases: Cases, reference: str) -> dict[str, Any]:
 
     summary = {}
     for name in dict.fromkeys(name for case in cases.values() for name in case):
-        mine = [case[name] for case in found.values() if name in case]
-        pairs = [(case[name], case[reference]) for case in found.values()
+        mine = [case[name] for case in by_seed.values() if name in case]
+        pairs = [(case[name], case[reference]) for case in by_seed.values()
                  if name in case and reference in case]
         off = [float(np.mean(np.abs(np.subtract(case[name]["reward"], case[PLAIN]["reward"]))))
                for case in cases.values() if name in case]

@@ -86,10 +86,10 @@ def anywhere(function: Callable[..., Any], *platforms: str,
             raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}")
         if target.config is not None:
             raise Unsupported(f"config = {dict(target.config)}: it takes none")
-        found = function(*args, **options)  # what it cannot do is the better reason
+        result = function(*args, **options)  # what it cannot do is the better reason
         if unasked is not None and not target.named:
             unasked(*args)
-        return found
+        return result
 
     return call
 
@@ -153,14 +153,14 @@ def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
 def refusals(implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
              ) -> dict[str, str | None]:
     """Returns why each implementation refuses these arrays or shapes; None if it runs."""
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for name, function in implementations.items():
         try:
             jax.eval_shape(lambda *a, call=function: call(*a, **kwargs), *args)
-            found[name] = None
+            reasons[name] = None
         except Unsupported as reason:
-            found[name] = str(reason)
-    return found
+            reasons[name] = str(reason)
+    return reasons
 
 
 def _first(implementations: Mapping[str, Callable[..., Any]], args: tuple, kwargs: dict) -> Any:

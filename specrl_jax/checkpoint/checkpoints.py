@@ -215,15 +215,15 @@ class Checkpoints:
         return step, restored.state, restored.meta["meta"]
 
     def _newest_intact(self) -> int:
-        found = sorted((int(path.name) for path in self.directory.iterdir()
+        steps = sorted((int(path.name) for path in self.directory.iterdir()
                         if path.name.isdecimal()), reverse=True)
-        for i, step in enumerate(found):
+        for i, step in enumerate(steps):
             step_dir = self.directory / str(step)
             reason = damage(step_dir)
             if reason is None:
                 return step
             aside = _set_aside(step_dir)
-            then = (f"falling back to checkpoint {found[i + 1]}" if i + 1 < len(found) else
+            then = (f"falling back to checkpoint {steps[i + 1]}" if i + 1 < len(steps) else
                     "no checkpoint is left: starting again from step 0, all its steps' lines go")
             self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
         return NONE

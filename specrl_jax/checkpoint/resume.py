@@ -37,8 +37,8 @@ ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
         "reward.workers", "rollout.stop", "rollout.repetition_penalty",
         "data.date", "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
-PLACES = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path", "draft.path",
-          "draft.model", "rl.teacher", "control.cost_table")  # which may differ between hosts
+PATH_FIELDS = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path",
+               "draft.path", "draft.model", "rl.teacher", "control.cost_table")  # hosts may differ
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 LIMIT = "rewards stay equal, but of answers that take longer than one of the limits"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
@@ -97,8 +97,9 @@ def check_same(config: Json) -> None:
     Raises ConfigError naming the first field that differs."""
     mine = flat(json.loads(json.dumps(config)))
     for other, field, theirs in _differing("the config", mine):
-        check(field in PLACES, field, mine.get(field, ABSENT), f"process {other} has {theirs!r}; "
-              "give all processes the same flags, and the same version of this package")
+        check(field in PATH_FIELDS, field, mine.get(field, ABSENT),
+              f"process {other} has {theirs!r}; give all processes the same flags, and the same "
+              "version of this package")
 
 
 def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> None:
@@ -137,7 +138,7 @@ def among(field: str, names: Iterable[str]) -> bool:
     return any(f"{field}.".startswith(f"{name}.") for name in names)
 
 
-def told(changed: Mapping[str, str]) -> str:
+def describe_changes(changed: Mapping[str, str]) -> str:
     """Returns the line about a resume with other values: what stays equal, what need not, and what
     starts anew."""
     kinds = {kind: None for field in changed for name, kind in EQUAL.items()

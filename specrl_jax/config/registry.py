@@ -63,7 +63,7 @@ class Registry(dict[str, T | str], Generic[T]):
         check(bool(module and colon and attribute), self.field, name,
               f"choose one of {', '.join(self)}, or name your own as package.module:name")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            value = getattr(importlib.import_module(module), attribute)
         except AttributeError as error:
             raise ConfigError(f"{self.field} = {name!r}: {error}; name something that it defines"
                               ) from error
@@ -71,9 +71,9 @@ class Registry(dict[str, T | str], Generic[T]):
             raise ConfigError(f"{self.field} = {name!r}: {error}; its module must be importable, "
                               "for example from a directory in PYTHONPATH") from error
         kind = "function" if self.kind is Callable else self.kind.__name__
-        check(isinstance(found, self.kind), self.field, name,
-              f"must name a {kind}, but it is of type {type(found).__name__}")
-        return found
+        check(isinstance(value, self.kind), self.field, name,
+              f"must name a {kind}, but it is of type {type(value).__name__}")
+        return value
 
 
 def _definition(registered: object) -> tuple[str, str] | int:

@@ -24,7 +24,7 @@ def conversation(chat: Sequence[Any], field: str, where: str, system: str = ""
     Raises:
       ConfigError: a message has no known role, or no text.
     """
-    found = []
+    turns = []
     for one in chat:
         one = one if isinstance(one, dict) else {}
         name = one.get("role") or one.get("from")
@@ -33,10 +33,10 @@ def conversation(chat: Sequence[Any], field: str, where: str, system: str = ""
         if role is None or not isinstance(content, str):
             raise ConfigError(f"{field} = {where}: message {json.dumps(one)[:60]} must have a role "
                               f"among {', '.join(ROLES)} and a text as its content")
-        found.append({"role": role, "content": content})
-    if system and found and found[0]["role"] != "system":
-        found.insert(0, {"role": "system", "content": system})
-    return found
+        turns.append({"role": role, "content": content})
+    if system and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
 
 
 def template_variables(data: DataConfig) -> dict[str, Any]:

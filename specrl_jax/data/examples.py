@@ -39,7 +39,7 @@ class Examples(Sequence):
         good = isinstance(example_id, int | np.integer) and 0 <= int(example_id) < 2**31
         check(good, "data.name", self.data.name,
               f"example {index} has the id {example_id!r}; give a number in int32")
-        found = {"id": example_id}
+        fields = {"id": example_id}
         where = f"example {example_id} of {self.data.path or self.data.name}"
         for name in ("question", "answer"):
             field = getattr(self.data, f"{name}_field")
@@ -47,20 +47,20 @@ class Examples(Sequence):
                   f"{where} has no such field; it has {', '.join(row)}")
             value = row[field]
             if name == "question" and isinstance(value, list):
-                found[name] = _asked(value, where)
+                fields[name] = _asked(value, where)
                 continue
             check(not isinstance(value, NoneType | Mapping | list), f"data.{name}_field", field,
                   f"{where} has {reprlib.repr(value)} there; give a text or a number")
-            found[name] = str(value)
-        return {**row, **found}
+            fields[name] = str(value)
+        return {**row, **fields}
 
 
 def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:
     """Returns a conversation that awaits an answer."""
-    found = conversation(chat, "data.question_field", where)
-    check(bool(found) and found[-1]["role"] == "user", "data.question_field", where,
+    turns = conversation(chat, "data.question_field", where)
+    check(bool(turns) and turns[-1]["role"] == "user", "data.question_field", where,
           "a prompt's messages must end with the user's")
-    return found
+    return turns
 
 
 def digest(examples: Sequence[Example]) -> str:

@@ -219,7 +219,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         resume.check_rendering(workdir, "training", training.texts, progress.warn)
         write_config(workdir, description)
         if changed:
-            progress.say(resume.told(changed))
+            progress.say(resume.describe_changes(changed))
         progress.say(f"loading {actor.name}")
         mesh, source = sharding.make_mesh(config.mesh), actor.source
         published = PublishedActor(source, publisher(

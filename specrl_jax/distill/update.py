@@ -99,16 +99,16 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
 
     def accumulate(total: PyTree, at: tuple[Batch, Array]) -> tuple[PyTree, None]:
         (value, sums), grads = grad(state.params, *at)
-        return jax.tree.map(jnp.add, total, ((value, sums), lie_like_moments(grads))), None
+        return jax.tree.map(jnp.add, total, ((value, sums), split_like_moments(grads))), None
 
-    def lie_like_moments(tree: DrafterParams) -> DrafterParams:
+    def split_like_moments(tree: DrafterParams) -> DrafterParams:
         return tree if drafter.described is None else sharding.constrain(
             tree, drafter.described, sharding.MOMENT_RULES)
 
     micro = ((batch, targets), weight)
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))
     sums, grads = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    ((value, sums), grads), _ = jax.lax.scan(accumulate, (sums, lie_like_moments(grads)), micro)
+    ((value, sums), grads), _ = jax.lax.scan(accumulate, (sums, split_like_moments(grads)), micro)
     state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
     return state, {"loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
                    "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}

@@ -59,20 +59,20 @@ class Judge:
                       {name: one.error or one.limit for name, one in row.items()
                        if one.error or one.limit})
 
-    def _counted(self, name: str, found: list[Outcome]) -> list[Outcome]:
+    def _counted(self, name: str, outcomes: list[Outcome]) -> list[Outcome]:
         """Returns a term's values, with those that failed counted as they should be."""
-        stops, failed = self.on_failure == STOP, [x for x in found if x.error or x.limit]
+        stops, failed = self.on_failure == STOP, [x for x in outcomes if x.error or x.limit]
         if stops:
             for one in failed:
                 if one.error or name not in ALWAYS_IN_WORKERS:
                     raise RewardError(one.error or one.limit)
         if not failed:
-            return found
+            return outcomes
         value = 0.0 if stops else float(self.on_failure)
-        self.warn(f"{len(failed)} of {len(found)} answers count as "
+        self.warn(f"{len(failed)} of {len(outcomes)} answers count as "
                   f"{'wrong' if stops else f'{value:g}'}; the first: "
                   f"{failed[0].error or failed[0].limit}")
-        return [x._replace(value=value) if x.error or x.limit else x for x in found]
+        return [x._replace(value=value) if x.error or x.limit else x for x in outcomes]
 
 
 Term = Callable[[Sequence[Answer]], list[Outcome]]
@@ -184,8 +184,8 @@ def _at_once(name: str, function: Any, answers: Sequence[Answer]) -> list[Outcom
 
 
 def _in_workers(pool: Workers, name: str, answers: Sequence[Answer]) -> list[Outcome]:
-    return [found._replace(limit=str(_failure(name, completion, example, found.limit)))
-            if found.limit else found for (_, completion, example), found in
+    return [outcome._replace(limit=str(_failure(name, completion, example, outcome.limit)))
+            if outcome.limit else outcome for (_, completion, example), outcome in
             zip(answers, pool.judge(name, answers), strict=True)]
 
 

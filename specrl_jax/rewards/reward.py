@@ -110,10 +110,10 @@ def final_number(text: str) -> Decimal | None:
     A fraction, a power or a time such as 3:30 is no number.
     """
     _, mark, tail = text.rpartition(ANSWER_MARK)
-    found = EXPRESSION.findall(tail)
-    if not found or NUMBER.fullmatch(found[0 if mark else -1]) is None:
+    numbers = EXPRESSION.findall(tail)
+    if not numbers or NUMBER.fullmatch(numbers[0 if mark else -1]) is None:
         return None
-    return _value(found[0 if mark else -1])
+    return _value(numbers[0 if mark else -1])
 
 
 def _value(number: str) -> Decimal:

@@ -282,13 +282,13 @@ def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any
     """
     return jax.jit(lambda params: jax.tree.map(
         lambda a: a.astype(dtype), layers.arrange(params, stacked)),
-        out_shardings=published_places(arch, mesh, stacked))
+        out_shardings=published_shardings(arch, mesh, stacked))
 
 
 def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
               ) -> Callable[[Params], Params]:
     """Returns a function that casts, reshards and arranges parameters where they need it."""
-    wanted, other = (published_places(arch, mesh, form) for form in (stacked, not stacked))
+    wanted, other = (published_shardings(arch, mesh, form) for form in (stacked, not stacked))
     convert = cast(arch, mesh, dtype, stacked)
 
     def publish(params: Params) -> Params:
@@ -304,6 +304,6 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
     return publish
 
 
-def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
+def published_shardings(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
     """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
     return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh)

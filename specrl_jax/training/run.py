@@ -121,7 +121,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         if resumed:
             say(f"resuming {workdir} after step {state.step}")
             if changed:
-                say(resume.told(changed))
+                say(resume.describe_changes(changed))
         compilations = CompilationCounter()
         state, first = trainer.compile(state, say)
         if evaluation:

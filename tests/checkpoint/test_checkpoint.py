@@ -75,11 +75,11 @@ def saved(original, tmp_path):
 def names(directory):
     """The entries of a directory, once Orbax has removed what a killed save left behind."""
     for _ in range(100 * HANGS):
-        found = sorted(path.name for path in directory.iterdir())
-        if not any("tmp" in name for name in found):
+        actual = sorted(path.name for path in directory.iterdir())
+        if not any("tmp" in name for name in actual):
             break
         time.sleep(0.01)
-    return found
+    return actual
 
 
 def resume(directory):
@@ -241,8 +241,8 @@ def test_a_part_that_is_absent_differs_or_is_damaged_is_refused(saved):
 def test_directory_may_have_any_name(tmp_path, name):
     for step in (1, 2):
         with Checkpoints(tmp_path / name, keep=1) as checkpoints:
-            found = checkpoints.restore_latest(abstract(tree(0)))
-            assert step == 1 and found is None or found and found[0] == step - 1
+            actual = checkpoints.restore_latest(abstract(tree(0)))
+            assert step == 1 and actual is None or actual and actual[0] == step - 1
             checkpoints.save(step, tree(step), {})
     assert_same(restore_part(tmp_path / name, 2, "actor", abstract(tree(0)["actor"])),
                 tree(2)["actor"])

@@ -175,13 +175,13 @@ REFUSED = {"seed": 7, "group_size": 4, "prompts_per_step": 4, "model__path": "x"
 @pytest.mark.parametrize("field, value", [*LAYOUT.items(), *SPEED.items()])
 def test_fields_that_leave_tokens_equal_are_named(tmp_path, field, value):
     write_config(tmp_path, changed())
-    found = resume.check_config(tmp_path, changed(**{field: value}), resume.EQUAL)
+    actual = resume.check_config(tmp_path, changed(**{field: value}), resume.EQUAL)
     name = field.replace("__", ".")
-    assert list(found) == [name] and " (was " in found[name]
-    line = resume.told(found)
+    assert list(actual) == [name] and " (was " in actual[name]
+    line = resume.describe_changes(actual)
     assert line.startswith(f"resuming with {name} = ") and "tokens stay equal" in line
     assert (resume.LOSS in line) == (field in LAYOUT)
-    assert ("start anew: " in line) == bool(resume.renewed(found))
+    assert ("start anew: " in line) == bool(resume.renewed(actual))
     with pytest.raises(ConfigError, match=name):  # as for the training of a drafter
         resume.check_config(tmp_path, changed(**{field: value}))
 
@@ -205,11 +205,12 @@ def test_other_rules_let_tokens_depend_on_speculation(tmp_path, field, value):
 def test_another_limit_of_time_tells_which_rewards_may_change(tmp_path):
     """`latex` counts what takes longer as wrong, so it is not without an effect."""
     write_config(tmp_path, changed())
-    found = resume.check_config(tmp_path, changed(reward__seconds=9.0), resume.EQUAL)
-    assert resume.told(found) == f"resuming with reward.seconds = 9.0 (was 2.0): {resume.LIMIT}"
-    found = resume.check_config(tmp_path, changed(reward__seconds=9.0, learner__remat="full"),
-                                resume.EQUAL)
-    assert resume.told(found).endswith(
+    actual = resume.check_config(tmp_path, changed(reward__seconds=9.0), resume.EQUAL)
+    assert resume.describe_changes(actual) == (
+        f"resuming with reward.seconds = 9.0 (was 2.0): {resume.LIMIT}")
+    actual = resume.check_config(tmp_path, changed(reward__seconds=9.0, learner__remat="full"),
+                                 resume.EQUAL)
+    assert resume.describe_changes(actual).endswith(
         f": tokens stay equal, but where rounding decides; {resume.LOSS}; {resume.LIMIT}")
 
 

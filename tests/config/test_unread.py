@@ -23,16 +23,16 @@ def lines(config: Config) -> list[str]:
     (dict(teacher_weight=2.0), "rl.teacher_weight = 2.0: is not read with rl.teacher = ''; set"),
 ])
 def test_option_that_nothing_reads_is_told(fields: dict[str, Any], line: str) -> None:
-    found, = RLConfig(minibatches=1, **fields).unread()
-    assert found.startswith(line) and "\n" not in found
+    actual, = RLConfig(minibatches=1, **fields).unread()
+    assert actual.startswith(line) and "\n" not in actual
 
 
 def test_option_that_is_read_is_not_told() -> None:
     for fields in (dict(clip_low=0.1), dict(loss="module:mine", clip_low=0.1),
                    dict(filter="dynamic", filter_extra=5), dict(kl=0.1, kl_estimator="k2")):
         assert list(RLConfig(**fields).unread()) == []
-    found, = LearnerConfig(decay_steps=5).unread()
-    assert found.startswith("learner.decay_steps = 5: is not read with learner.schedule = 'const")
+    actual, = LearnerConfig(decay_steps=5).unread()
+    assert actual.startswith("learner.decay_steps = 5: is not read with learner.schedule = 'const")
 
 
 @pytest.mark.parametrize("fields, line", [
@@ -41,8 +41,8 @@ def test_option_that_is_read_is_not_told() -> None:
     (dict(clip_high=0.28), "rl.minibatches = 1: with one update on a rollout every ratio is 1, so"),
     (dict(loss="cispo", updates=0), "")])
 def test_loss_that_does_not_fit_the_updates_is_told(fields: dict[str, Any], line: str) -> None:
-    found = lines(Config(rl=RLConfig(**fields)))
-    assert len(found) == bool(line) and all(x.startswith(line) for x in found)
+    actual = lines(Config(rl=RLConfig(**fields)))
+    assert len(actual) == bool(line) and all(x.startswith(line) for x in actual)
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -82,14 +82,14 @@ def outcome(count: int = 3, verified: Any = (1,) * 7, live: bool = True) -> Acce
     (1, [2, 0, 0], [1, 0, 0]),
 ])
 def test_observe_counts_known_outcomes_alone(count: int, tried: list[int], hit: list[int]) -> None:
-    found = outcome(count)
-    assert found.tried[0, 0].sum(1).tolist() == tried
-    assert found.hit[0, 0].sum(1).tolist() == hit
+    actual = outcome(count)
+    assert actual.tried[0, 0].sum(1).tolist() == tried
+    assert actual.hit[0, 0].sum(1).tolist() == hit
 
 
 def test_nodes_that_were_not_verified_and_dead_rows_do_not_count() -> None:
-    found = outcome(verified=(1, 0, 1, 0, 1, 0, 0))
-    assert found.tried[0, 0].sum(1).tolist() == [1, 1, 0]
+    actual = outcome(verified=(1, 0, 1, 0, 1, 0, 0))
+    assert actual.tried[0, 0].sum(1).tolist() == [1, 1, 0]
     assert outcome(live=False).tried.sum() == 0
 
 

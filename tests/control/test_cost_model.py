@@ -74,20 +74,20 @@ def launches(costs: cost_model.CostEstimate, times: np.ndarray, pace: float, see
 def test_learn_corrects_a_bucket_that_was_measured_wrong() -> None:
     wrong = np.asarray([1.0, 1.3, 1.3])
     costs = launches(cost_model.estimate(made_up(), LIMITS), wrong, 2.0, seed=0)
-    found = np.asarray(cost_model.at(costs, LIMITS, 8, jnp.float32(32)).verify)
+    actual = np.asarray(cost_model.at(costs, LIMITS, 8, jnp.float32(32)).verify)
     known = np.asarray(made_up().verify[0, :, 0]) * wrong
-    np.testing.assert_allclose(found / found[0], known / known[0], rtol=0.08)
+    np.testing.assert_allclose(actual / actual[0], known / known[0], rtol=0.08)
     assert not np.asarray(costs.correction)[1:].any()
-    assert math.exp(costs.pace) * found[0] == pytest.approx(2.0, rel=0.1)
+    assert math.exp(costs.pace) * actual[0] == pytest.approx(2.0, rel=0.1)
 
 
 def test_cost_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     table, file, key = made_up(far=0.3), tmp_path / "deep" / "cost.json", {"device": "x"}
     assert cost_file.load(file, key, table) is None
     cost_file.store(file, key, table)
-    found = cost_file.load(file, key, table)
-    assert found is not None
-    jax.tree.map(np.testing.assert_array_equal, found, table)
+    actual = cost_file.load(file, key, table)
+    assert actual is not None
+    jax.tree.map(np.testing.assert_array_equal, actual, table)
     assert cost_file.load(file, {"device": "y"}, table) is None
     assert cost_file.load(file, key, table, since=2e10) is None, "stale"
     stored = json.loads(file.read_text())

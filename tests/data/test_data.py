@@ -294,11 +294,11 @@ def write_jsonl(path, *lines):
 def test_jsonl_maps_fields_and_numbers_lines(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", '{"q": "1 + 1?", "a": 2, "id": "x"}', "",
                        '{"q": "Über?", "a": "ja", "note": 1}')
-    found = load(tmp_path, name="jsonl", path=path, question_field="q", answer_field="a",
-                 level="of no account")
-    assert [(x["id"], x["question"], x["answer"]) for x in found] == [
+    actual = load(tmp_path, name="jsonl", path=path, question_field="q", answer_field="a",
+                  level="of no account")
+    assert [(x["id"], x["question"], x["answer"]) for x in actual] == [
         (1, "1 + 1?", "2"), (3, "Über?", "ja")]
-    assert found[1]["note"] == 1
+    assert actual[1]["note"] == 1
     assert len(load(tmp_path, name="jsonl", path=path, question_field="q", answer_field="a",
                     examples=1)) == 1
 
@@ -325,9 +325,9 @@ def test_jsonl_reads_patterns_lists_and_gzip_in_order(tmp_path):
                        ("a*,?.jsonl", [0, 1]), ("c,d.jsonl", [4]), ("**/*.gz", [2, 3])):
         named = ",".join(f"{tmp_path}/{part.strip()}" for part in path.split(",")
                          ) if path != "c,d.jsonl" else f"{tmp_path}/{path}"
-        found = load(tmp_path, name="jsonl", path=named)
-        assert [int(x["answer"]) for x in found] == want, path
-        assert [x["id"] for x in found] == list(range(1, len(want) + 1))
+        actual = load(tmp_path, name="jsonl", path=named)
+        assert [int(x["answer"]) for x in actual] == want, path
+        assert [x["id"] for x in actual] == list(range(1, len(want) + 1))
     with pytest.raises(ConfigError, match=r"data.path = '.*x\*.jsonl': no such file"):
         load(tmp_path, name="jsonl", path=f"{tmp_path}/a.jsonl,{tmp_path}/x*.jsonl")
 
@@ -363,8 +363,8 @@ def riddles(data, say):
 
 
 def test_python_function_is_a_dataset(tmp_path):
-    found = load(tmp_path, name=f"{__name__}:riddles", examples=3)
-    assert [(x["id"], x["question"], x["answer"]) for x in found] == [
+    actual = load(tmp_path, name=f"{__name__}:riddles", examples=3)
+    assert [(x["id"], x["question"], x["answer"]) for x in actual] == [
         (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
 
 
@@ -413,9 +413,9 @@ def test_occurrences():
 def test_template_variables_are_python_or_json_values_or_text():
     config = DataConfig(template=("enable_thinking=False", "n=3", "on=true", "day=1 Jan=x", "e="),
                         date="2026-01-31")
-    found = template_variables(config)
-    assert found.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
-    assert found == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
+    actual = template_variables(config)
+    assert actual.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
+    assert actual == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
     assert template_variables(DataConfig()) == {}
 
 

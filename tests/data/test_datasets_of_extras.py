@@ -58,9 +58,9 @@ def test_hf_reads_files_directories_and_saved_datasets(datasets: Any, tmp_path: 
             (folder, "train", [1, 2, 3, 4]), (folder, "test", [5, 6]), (saved, "test", [6]),
             (folder / "test.parquet", "test", [5, 6]), (folder / "train.parquet", "test[:50%]",
                                                         [1, 2])):
-        found = load(name="hf", path=str(path), split=split, question_field="q")
-        assert [int(x["answer"]) for x in found] == want
-        assert [x["id"] for x in found] == list(range(len(want)))
+        actual = load(name="hf", path=str(path), split=split, question_field="q")
+        assert [int(x["answer"]) for x in actual] == want
+        assert [x["id"] for x in actual] == list(range(len(want)))
     assert len(load(name="hf", path=str(folder), question_field="q", examples=3)) == 3
     with pytest.raises(ConfigError, match="data.question_field = 'question': .*it has q, answer"):
         load(name="hf", path=str(folder))
@@ -81,11 +81,11 @@ MIXTURE = ("chain_sum:3,min_terms=2,max_terms=2", "leg_counting", "chain_sum,min
 
 @pytest.mark.ci
 def test_reasoning_gym_mixes_tasks_by_weight(reasoning: Any) -> None:
-    found = load(name="reasoning_gym", task=MIXTURE, examples=20)
-    assert [sum(x["task"] == text for x in found) for text in MIXTURE] == [12, 4, 4]
-    assert found == load(name="reasoning_gym", task=MIXTURE, examples=20)
-    assert found[:7] == load(name="reasoning_gym", task=MIXTURE, examples=7)
-    assert len(re.findall("[-+]", found[0]["question"])) == 1 and "- 1" not in found[0]["task"]
+    actual = load(name="reasoning_gym", task=MIXTURE, examples=20)
+    assert [sum(x["task"] == text for x in actual) for text in MIXTURE] == [12, 4, 4]
+    assert actual == load(name="reasoning_gym", task=MIXTURE, examples=20)
+    assert actual[:7] == load(name="reasoning_gym", task=MIXTURE, examples=7)
+    assert len(re.findall("[-+]", actual[0]["question"])) == 1 and "- 1" not in actual[0]["task"]
 
 
 @pytest.mark.ci
@@ -104,8 +104,8 @@ def test_reasoning_gym_scores_as_the_package_does(reasoning: Any, workers: int) 
         RewardConfig(("reasoning_gym",), workers=workers))
     answers = (f"<answer>{right}</answer>", f"so\n#### {right}", right, "<answer></answer>",
                f"<answer>{right}0</answer><answer>{right}</answer>", f"it is {right}")
-    found = [x.total for x in judged([("", text, example) for text in answers])]
-    assert found[:5] == [1, 1, 1, 0, 1] and 0 < found[5] < 1
+    actual = [x.total for x in judged([("", text, example) for text in answers])]
+    assert actual[:5] == [1, 1, 1, 0, 1] and 0 < actual[5] < 1
 
 
 @pytest.mark.parametrize("fields, words", [
@@ -133,6 +133,6 @@ def test_reasoning_gym_reward_needs_its_examples() -> None:
 @pytest.mark.ci
 def test_tasks_that_run_answers_as_python_are_known(reasoning: Any) -> None:
     runs = re.compile(r"\b(eval|exec|parse_expr|sympify)\((?!entry)")
-    found = {name for name, (cls, _) in reasoning.factory.DATASETS.items()
-             if runs.search(inspect.getsource(cls.score_answer))}
-    assert found == set(reasoning.UNSAFE)
+    actual = {name for name, (cls, _) in reasoning.factory.DATASETS.items()
+              if runs.search(inspect.getsource(cls.score_answer))}
+    assert actual == set(reasoning.UNSAFE)

@@ -19,8 +19,7 @@ class Accepting:
         self.engine = SimpleNamespace(shapes=SimpleNamespace(
             batch=1, sequences=sequences, shards=1, depth=3))
 
-    def probe(self, policy: Any, drafter: Any, speculation: Any, prompts: Any, limit: np.ndarray,
-              depth: int) -> Any:
+    def probe(self, inputs: Any, prompts: Any, limit: np.ndarray, depth: int) -> Any:
         self.limits.append(limit.tolist())
         rounds = int(limit.sum() / (1 + self.rate))
         return SimpleNamespace(counters={"row_rounds": rounds, "accepted": 1000, "broken": 0},
@@ -29,8 +28,8 @@ class Accepting:
 
 
 def probing(sampler: Any, rate: float | None) -> tuple[str, float]:
-    policy: Any = None
-    return Probe(sampler, "eagle", [[1]], 8).check(policy, policy, policy, rate)
+    inputs: Any = None
+    return Probe(sampler, "eagle", [[1]], 8).check(inputs, rate)
 
 
 @pytest.mark.parametrize("rate, answers", [(0.0, 8), (0.3, 5), (1.05, 2), (2.7, 1)])

@@ -16,9 +16,9 @@ from specrl_jax.distill import schedule
                           (dict(when="trigger"), "01234567", "")])
 def test_schedule_collects_and_trains_when_due(options, collects, due):
     made, state = DistillConfig(**options), schedule.forget()
-    found = ["".join(str(s) for s in range(8) if rule(s)) for rule in (
+    actual = ["".join(str(s) for s in range(8) if rule(s)) for rule in (
         lambda s: schedule.collects(made, s), lambda s: schedule.due(made, s, state))]
-    assert found == [collects, due]
+    assert actual == [collects, due]
 
 
 def tokens(rng, mean, drafter):

@@ -194,7 +194,7 @@ def test_evaluation_compares_draft_and_actor_after_equal_tokens(
 
 
 def test_noise_on_the_actors_distribution_draws_the_response(actor, rolled, teacher):
-    """So a drafter without error would be accepted always, and noise, keys and places agree."""
+    """So a drafter without error would be accepted always, and noise, keys and positions agree."""
     texts, key = rolled
     whole = FrozenParams(actor["embed"], actor["embed"], jnp.arange(24), actor["embed"][None])
     log_p = targets(whole, texts, teacher).log_probs()

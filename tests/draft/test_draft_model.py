@@ -15,8 +15,8 @@ from eagle_slots import (
     BRANCH,
     DEPTH,
     NODES,
-    PLACES,
     ROWS,
+    SLOTS,
     TEMPERATURE,
     P,
     V,
@@ -61,7 +61,7 @@ FORWARD = jax.jit(functools.partial(transformer.forward, ARCH))
 
 def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     """Log-probabilities f32[B, N, V] after each node, each path by a full forward."""
-    tokens = np.zeros((ROWS, NODES, PLACES + DEPTH), np.int32)
+    tokens = np.zeros((ROWS, NODES, SLOTS + DEPTH), np.int32)
     length = np.zeros((ROWS, NODES), np.int32)
     for b, n in np.ndindex(ROWS, NODES):
         whole = [*slots.said[b, : slots.context[b] + 1], *path_to(tree, b, n)]

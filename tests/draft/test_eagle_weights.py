@@ -53,10 +53,10 @@ def test_saved_head_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, Any
     arch = dataclasses.replace(ARCH, **changes)
     wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
     eagle_weights.save(tmp_path, arch, own(arch), wanted)
-    loaded, found, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
+    loaded, actual, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
     assert loaded == arch and warnings == [] and made_for == wanted
-    assert found["vocab"].dtype == np.int32
-    jax.tree.map(np.testing.assert_array_equal, found, own(arch))
+    assert actual["vocab"].dtype == np.int32
+    jax.tree.map(np.testing.assert_array_equal, actual, own(arch))
 
 
 def test_names_and_contents_are_those_of_public_heads(folder: Path) -> None:
@@ -85,10 +85,10 @@ def test_head_of_another_trainer_is_read(folder: Path) -> None:
     half = own()["weights"]["fc"].astype(ml_dtypes.bfloat16)
     rewrite(folder, {"eagle_config": None, "torch_dtype": "bfloat16"}, fc__weight=half, t2d=None,
             embed_tokens__weight=np.zeros((24, 16), np.float32))
-    arch, found, _, _ = eagle_weights.load(folder, ACTOR)
+    arch, actual, _, _ = eagle_weights.load(folder, ACTOR)
     assert arch == ARCH
-    np.testing.assert_array_equal(found["weights"]["fc"], half.astype(np.float32))
-    assert found["weights"]["fc"].dtype == np.float32
+    np.testing.assert_array_equal(actual["weights"]["fc"], half.astype(np.float32))
+    assert actual["weights"]["fc"].dtype == np.float32
 
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"

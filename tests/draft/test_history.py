@@ -52,10 +52,10 @@ class Corpus:
 
     def tree(self, steps: int = DEPTH, branch: int = BRANCH, frontier: Frontier | None = None
              ) -> Any:
-        found, _ = self.propose((), self.state, DraftRequest(
+        actual, _ = self.propose((), self.state, DraftRequest(
             frontier or self.frontier, None, make_spec(steps, branch, NODES, 0), believed))
-        check_tree(jax.tree.map(np.asarray, found), frontier or self.frontier, origin=0)
-        return found
+        check_tree(jax.tree.map(np.asarray, actual), frontier or self.frontier, origin=0)
+        return actual
 
     def chains(self, row: int = 0, **asked: Any) -> list[list[int]]:
         """Tokens from below the root to each live leaf."""

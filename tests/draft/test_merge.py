@@ -60,16 +60,16 @@ def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,
     out = []
     for b in range(rows):
         paths: dict[int, tuple[int, ...]] = {0: ()}
-        found = {}
+        actual = {}
         for n in range(1, nodes):
             if t.live[b, n]:
                 assert t.parent[b, n] < n and t.live[b, t.parent[b, n]]
                 paths[n] = (*paths[t.parent[b, n]], int(t.tokens[b, n]))
                 assert t.depth[b, n] == len(paths[n])
-                assert paths[n] not in found, "siblings hold distinct tokens"
-                found[paths[n]] = (round(float(t.survival[b, n]), 4), int(t.origin[b, n]))
+                assert paths[n] not in actual, "siblings hold distinct tokens"
+                actual[paths[n]] = (round(float(t.survival[b, n]), 4), int(t.origin[b, n]))
         assert t.live[b, 0] and t.tokens[b, 0] == ROOT
-        out.append(found)
+        out.append(actual)
     return out
 
 
@@ -91,11 +91,11 @@ def test_mix_weighs_and_switches_off() -> None:
 def test_random_trees_merge_to_the_best_of_the_union() -> None:
     rng = np.random.default_rng(0)
     first, second = [_random(rng, 4) for _ in range(60)], [_random(rng, 3) for _ in range(60)]
-    for found, *trees in zip(proposed(first, second, nodes=5), first, second, strict=True):
+    for actual, *trees in zip(proposed(first, second, nodes=5), first, second, strict=True):
         union = _union(trees)
         best = sorted(union.values(), reverse=True)[:4]
-        assert sorted((s for s, _ in found.values()), reverse=True) == pytest.approx(best)
-        assert all(union[path] == pytest.approx(s, abs=1e-4) for path, (s, _) in found.items())
+        assert sorted((s for s, _ in actual.values()), reverse=True) == pytest.approx(best)
+        assert all(union[path] == pytest.approx(s, abs=1e-4) for path, (s, _) in actual.items())
 
 
 def _random(rng: np.random.Generator, count: int) -> list[Node]:

@@ -102,13 +102,13 @@ def test_configs_may_differ_only_where_tokens_may_not(tmp_path, field, value, re
     changed[field] = changed[field] | value if isinstance(value, dict) else value
     other = write(tmp_path / "b", [record(0, 0, 0, [1])])
     (other / "config.json").write_text(json.dumps(changed))
-    found = compare.config_differences(run, other)
-    assert len(found) == 1 and next(iter(found)).startswith(field)
+    actual = compare.config_differences(run, other)
+    assert len(actual) == 1 and next(iter(actual)).startswith(field)
     if refused:
         with pytest.raises(ConfigError, match=f"^{field}.* in A and .* in B"):
-            compare.check_comparable(found)
+            compare.check_comparable(actual)
     else:
-        compare.check_comparable(found)
+        compare.check_comparable(actual)
 
 
 def test_rewards_that_failed_in_one_run_alone_are_told_apart(tmp_path):

@@ -53,16 +53,16 @@ def tally(count, samples, *rollouts):
 
 
 def test_answers_are_judged_without_their_stop_token_and_padding():
-    found = tally(2, 2, rollout(
+    actual = tally(2, 2, rollout(
         answer(10, 0, "it is 1", stopped=False), answer(0, 1, "1"), answer(0, 0, "0"),
         answer(10, 1, "is 1")))
-    assert found["problems"] == [0, 10]
-    assert found["correct"] == [[1, 0], [1, 1]]
-    assert found["accuracy"] == 0.75 and found["interval_method"] == "bootstrap"
-    assert found["pass_at"]["1"]["mean"] == 0.75 and found["pass_at"]["2"]["mean"] == 1
-    assert found["pass_at"]["2"]["interval_method"] == "wilson"
-    assert found["stopped"] == 0.75 and found["mean_length"] == (7 + 2 + 2 + 5) / 4
-    assert found["tokens_per_second"] == 8 and found["accept_length"] == 2
+    assert actual["problems"] == [0, 10]
+    assert actual["correct"] == [[1, 0], [1, 1]]
+    assert actual["accuracy"] == 0.75 and actual["interval_method"] == "bootstrap"
+    assert actual["pass_at"]["1"]["mean"] == 0.75 and actual["pass_at"]["2"]["mean"] == 1
+    assert actual["pass_at"]["2"]["interval_method"] == "wilson"
+    assert actual["stopped"] == 0.75 and actual["mean_length"] == (7 + 2 + 2 + 5) / 4
+    assert actual["tokens_per_second"] == 8 and actual["accept_length"] == 2
 
 
 def test_reward_failing_elsewhere_fails_the_same_way_here(monkeypatch):
@@ -75,8 +75,8 @@ def test_reward_failing_elsewhere_fails_the_same_way_here(monkeypatch):
 
 
 def test_repeats_that_fill_a_rollout_do_not_count():
-    found = tally(1, 1, rollout(answer(0, 0, "0"), answer(0, 0, "77", occurrence=1)))
-    assert found["correct"] == [[1]] and found["tokens"] == 2
+    actual = tally(1, 1, rollout(answer(0, 0, "0"), answer(0, 0, "77", occurrence=1)))
+    assert actual["correct"] == [[1]] and actual["tokens"] == 2
 
 
 def test_batches_hold_every_problem_once_and_fill_the_last():
@@ -101,7 +101,7 @@ def test_rollouts_are_equal_parts(problems, samples, shards, want):
     assert evaluate.prompts_at_once(problems, samples, shards) == want
 
 
-def found(correct, **changes):
+def answers(correct, **changes):
     data = {"name": "a", "level": "b", "split": "test", "system": ""}
     return {"problems": list(range(len(correct))), "questions_sha256": "x", "data": data,
             "correct": correct, "reward": "exact"} | changes
@@ -109,21 +109,21 @@ def found(correct, **changes):
 
 def test_paired_difference():
     before, after = ([[int(i < n)] for i in range(100)] for n in (40, 60))
-    pair = evaluate.paired(found(before), found(after))
+    pair = evaluate.paired(answers(before), answers(after))
     assert pair["difference"] == pytest.approx(0.2) and pair["baseline_accuracy"] == 0.4
     assert (pair["better"], pair["worse"]) == (20, 0)
     assert pair["interval"] == pytest.approx([0.13, 0.28], abs=0.02)  # unpaired: 0.06 .. 0.34
-    assert evaluate.paired(found(after), found(before))["difference"] == pytest.approx(-0.2)
+    assert evaluate.paired(answers(after), answers(before))["difference"] == pytest.approx(-0.2)
 
 
 def test_pairing_takes_any_number_of_samples():
-    pair = evaluate.paired(found([[1], [0]]), found([[1, 0], [1, 1]]))
+    pair = evaluate.paired(answers([[1], [0]]), answers([[1, 0], [1, 1]]))
     assert pair["difference"] == 0.25 and (pair["better"], pair["worse"]) == (1, 1)
 
 
 def test_pairing_refuses_another_reward():
     with pytest.raises(ConfigError, match="--reward = 'latex': the baseline was judged by 'exact'"):
-        evaluate.paired(found([[1], [0]]), found([[1], [0]], reward="latex"))
+        evaluate.paired(answers([[1], [0]]), answers([[1], [0]], reward="latex"))
 
 
 @pytest.mark.parametrize("terms, asked, reward", [
@@ -147,7 +147,7 @@ def test_samples_at_temperature_0_are_refused():
 ])
 def test_pairing_refuses_other_problems(change, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate.paired(found([[1], [0]]), found([[1], [0]], **change))
+        evaluate.paired(answers([[1], [0]]), answers([[1], [0]], **change))
 
 
 @pytest.mark.parametrize("text", ["{", "3", json.dumps({"problems": [1]})])

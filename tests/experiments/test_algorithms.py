@@ -27,8 +27,8 @@ def test_account_means_the_first_and_the_last_steps(tmp_path: Path) -> None:
             writer.write_step({"step": step, "reward/exact": step / 11, "time/step": 2.0,
                                "rollout/accept_length": 1.5, "eval/accuracy": 0.5,
                                "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}, [])
-    found = algorithms.account(tmp_path, "exact")
-    assert found == {"steps": 12, "reward_first": pytest.approx(2 / 11),
-                     "reward_last": pytest.approx(9 / 11), "accuracy": 0.5, "accuracy_low": 0.4,
-                     "accuracy_high": 0.6, "accept_length": 1.5, "seconds": 24}
-    assert algorithms.table({"grpo": found}).row_count == 1
+    actual = algorithms.account(tmp_path, "exact")
+    assert actual == {"steps": 12, "reward_first": pytest.approx(2 / 11),
+                      "reward_last": pytest.approx(9 / 11), "accuracy": 0.5, "accuracy_low": 0.4,
+                      "accuracy_high": 0.6, "accept_length": 1.5, "seconds": 24}
+    assert algorithms.table({"grpo": actual}).row_count == 1

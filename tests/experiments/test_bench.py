@@ -45,8 +45,8 @@ def test_bench_unknown_name_is_refused_in_one_line(command):
 
 
 def test_ratio_of_pairs_is_taken_pair_by_pair():
-    found = timing.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
-    assert found == {"min": 1.0, "median": 2.0, "max": 3.0, "values": [2.0, 3.0, 1.0]}
+    actual = timing.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
+    assert actual == {"min": 1.0, "median": 2.0, "max": 3.0, "values": [2.0, 3.0, 1.0]}
     with pytest.raises(ValueError):
         timing.ratio([1.0], [1.0, 2.0])
 

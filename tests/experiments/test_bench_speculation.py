@@ -22,18 +22,18 @@ def test_speculation_case_times_every_arm_on_equal_tokens():
     actor = open_actor(config)
     params = actor.params(sharding.make_mesh(config.mesh))
     cells = [Cell(1, 1, 2), Cell(2, 1, 3)]
-    found = arms.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
+    actual = arms.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
                                  ["history"], cells, 2, CompilationCounter(), ["budget"])
-    json.dumps(found)
-    assert (found["rows"], found["prompts"], found["tokens"]) == (2, 3, 18)
-    assert (found["tokens_compared"], found["flips_per_million_tokens"]) == (4 * 18, 0)
-    timed = found["arms"]
+    json.dumps(actual)
+    assert (actual["rows"], actual["prompts"], actual["tokens"]) == (2, 3, 18)
+    assert (actual["tokens_compared"], actual["flips_per_million_tokens"]) == (4 * 18, 0)
+    timed = actual["arms"]
     assert list(timed) == ["off", "history 0", "history 1x1x2", "history 2x1x3", "history budget"]
     assert all(one["equal_tokens"] and one["compilations"] == 0 for one in timed.values())
     assert all(len(one["speedup"]["values"]) == 2 for one in timed.values())
     assert timed["off"]["accept_length"] == timed["history 0"]["accept_length"] == 1
     assert timed["history 0"]["drafted_a_row"] == 0
-    assert tables.speculation_table(found).row_count == 5
+    assert tables.speculation_table(actual).row_count == 5
 
 
 def test_parse_setting_returns_cell_or_refuses():

@@ -29,7 +29,7 @@ def test_script_finds_equal_tokens_with_drafts_and_without(name: str, tmp_path: 
     out = tmp_path / "found.json"
     runs = [str(tmp_path / policy) for policy in ("fixed", "off")]
     assert compare_runs.main([*runs, f"--json={out}"]) == compare_runs.EQUAL
-    found = json.loads(out.read_text())
-    assert (found["steps"], found["differences"], found["rewards_failed_apart"]) == (2, [], {})
-    drafted, plain = found["accept_length"]
+    actual = json.loads(out.read_text())
+    assert (actual["steps"], actual["differences"], actual["rewards_failed_apart"]) == (2, [], {})
+    drafted, plain = actual["accept_length"]
     assert drafted > 1.5 and plain == 1

@@ -84,9 +84,9 @@ def runner_up(ranks, *chosen):
 
 def test_equal_runs(drawn, tmp_path, capsys):
     run, _ = drawn
-    status, found = compare(tmp_path, run, run)
-    assert status == 0 and found["per_million_tokens"] == 0 and found["steps"] == 2
-    assert found["accept_length"] == [None, None]  # no metrics here
+    status, actual = compare(tmp_path, run, run)
+    assert status == 0 and actual["per_million_tokens"] == 0 and actual["steps"] == 2
+    assert actual["accept_length"] == [None, None]  # no metrics here
     assert capsys.readouterr().out == (
         "accept length: not recorded in A, not recorded in B\n"
         "equal: 2 steps, 4 sequences, 4 tokens; log-probabilities, loss and weights equal to the "
@@ -106,8 +106,8 @@ def test_steps_after_a_reward_failed_in_one_run_are_not_compared(drawn, tmp_path
             record["failures"] = {"exact": "reward 'exact', example 0: late"}
 
     a, b = edit(run, tmp_path / "a", change), edit(run, tmp_path / "b", fail)
-    status, found = compare(tmp_path, a, b)
-    assert status == 0 and found["steps"] == 1 and found["rewards_failed_apart"] == {"0": 1}
+    status, actual = compare(tmp_path, a, b)
+    assert status == 0 and actual["steps"] == 1 and actual["rewards_failed_apart"] == {"0": 1}
     assert "step 0: rewards of 1 equal answers failed in one run alone" in capsys.readouterr().out
 
 
@@ -117,9 +117,9 @@ def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsy
     for run, lengths in zip(runs, ((1.0, 1.0), (1.0, b)), strict=True):
         rows = [{"step": i, "rollout/accept_length": x} for i, x in enumerate(lengths)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    status, found = compare(tmp_path, *runs)
+    status, actual = compare(tmp_path, *runs)
     out = capsys.readouterr().out
-    assert status == 0 and found["accept_length"] == [1.0, (1 + b) / 2]
+    assert status == 0 and actual["accept_length"] == [1.0, (1 + b) / 2]
     assert f"accept length: 1.00 in A, {(1 + b) / 2:.2f} in B\n" in out
     assert ("neither run accepted a draft, so this comparison says nothing about speculation: "
             "use --config.control.policy=fixed\n" in out) == warns
@@ -128,14 +128,14 @@ def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsy
 def test_real_difference_is_reported(drawn, tmp_path, capsys):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0)))
-    status, found = compare(tmp_path, run, other)
-    assert (status, found["near_ties"], found["real"]) == (1, 0, 1)
-    difference, = found["differences"]
+    status, actual = compare(tmp_path, run, other)
+    assert (status, actual["near_ties"], actual["real"]) == (1, 0, 1)
+    difference, = actual["differences"]
     assert (difference["step"], difference["sample_id"], difference["position"]) == (0, 1, 0)
     assert [difference[f"token_{x}"] for x in "ab"] == ranks[0, (0, 0, 1)][:2]
     assert difference["drawn"] == difference["token_a"] and difference["gap"] > 1e-4
     assert difference["tolerance"] == pytest.approx(1e-4)
-    assert found["per_million_tokens"] == pytest.approx(1e6 / 2)
+    assert actual["per_million_tokens"] == pytest.approx(1e6 / 2)
     out = capsys.readouterr().out
     assert "first step that differs: 0" in out and "0 near ties, 1 real differences" in out
 
@@ -144,17 +144,17 @@ def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (1, 0)))
     monkeypatch.setattr(audit, "LEAST_TOLERANCE", 100.0)
-    status, found = compare(tmp_path, run, other)
-    assert (status, found["near_ties"], found["real"]) == (0, 1, 0)
-    assert found["first_step_that_differs"] == 1
+    status, actual = compare(tmp_path, run, other)
+    assert (status, actual["near_ties"], actual["real"]) == (0, 1, 0)
+    assert actual["first_step_that_differs"] == 1
 
 
 def test_all_steps_at_learning_rate_0_are_ruled(drawn, tmp_path):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0), (1, 1)))
-    status, found = compare(tmp_path, run, other, "--all_steps")
-    assert (status, found["real"], found["steps"]) == (1, 3, 2)
-    for difference in found["differences"]:
+    status, actual = compare(tmp_path, run, other, "--all_steps")
+    assert (status, actual["real"], actual["steps"]) == (1, 3, 2)
+    for difference in actual["differences"]:
         assert difference["drawn"] == difference["token_a"]  # each with the noise of its own step
 
 
@@ -196,11 +196,11 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
 
     before = sorted(trained.rglob("*"))
     other = edit(trained, tmp_path / "b", last_token)
-    status, found = compare(tmp_path, trained, other)  # repeats step 0: no checkpoint before 2
-    assert (status, found["checkpoint"], found["replay_deviations"]) == (1, 0, 0)
-    assert len(found["differences"]) == 4
-    assert all(d["drawn"] == d["token_a"] for d in found["differences"])
-    score = found["differences"][0]["score_a"]
+    status, actual = compare(tmp_path, trained, other)  # repeats step 0: no checkpoint before 2
+    assert (status, actual["checkpoint"], actual["replay_deviations"]) == (1, 0, 0)
+    assert len(actual["differences"]) == 4
+    assert all(d["drawn"] == d["token_a"] for d in actual["differences"])
+    score = actual["differences"][0]["score_a"]
     initial = audit.rule(initial_of(trained), differences_of(trained, other))[0].score_a
     assert abs(score - initial) > 1e-3  # so the weights matter
     assert sorted(trained.rglob("*")) == before  # A is only read

@@ -34,8 +34,8 @@ TINY = load_config("tiny")
     ("v6e:4x4", "v6e", "4x4"), ("v5p:4x4x4", "v5p", "4x4x4"), ("h100", "h100", "1x1x1"),
     ("b200:8", "b200", "1x1x8")])
 def test_target_by_name_is_found(name: str, chip: str, topology: str) -> None:
-    found = targets.parse(name)
-    assert (found.chip, found.topology) == (CHIPS[chip], topology)
+    actual = targets.parse(name)
+    assert (actual.chip, actual.topology) == (CHIPS[chip], topology)
 
 
 @pytest.mark.parametrize(("name", "installed", "names"), [
@@ -117,8 +117,8 @@ def test_module_counts_a_body_once_and_the_largest_branch() -> None:
 
 
 def test_module_copies_of_caches_tell_loops_from_edges() -> None:
-    found = hlo.cache_copies(hlo.parse(MODULE), {8 * 1024}, least=1)
-    assert found == [
+    actual = hlo.cache_copies(hlo.parse(MODULE), {8 * 1024}, least=1)
+    assert actual == [
         {"kind": "fusion", "bytes": 32768, "in_loop": False, "count": 1},
         {"kind": "fusion", "bytes": 16384, "in_loop": False, "count": 2},
         {"kind": "copy", "bytes": 16384, "in_loop": True, "count": 1},
@@ -204,8 +204,8 @@ def test_model_needs_only_its_config_json(tmp_path: Path) -> None:
               "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
               "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = programs.model_of(override(TINY, {"model.path": str(tmp_path)}))
-    assert (found.arch.num_layers, found.arch.head_dim) == (2, 16)
+    actual = programs.model_of(override(TINY, {"model.path": str(tmp_path)}))
+    assert (actual.arch.num_layers, actual.arch.head_dim) == (2, 16)
 
 
 # The process that compiles.
@@ -283,11 +283,11 @@ for title in ("launch 4", "update"):
 def test_compiler_that_aborts_is_a_named_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "COMMAND", [sys.executable, "-c", CRASH])
     monkeypatch.setattr(targets, "check_packages", lambda target: None)
-    found = compiling.compile_for(TINY, "v5e:2x2")["programs"]
-    assert [one["program"] for one in found] == ["launch 4", "update"]
-    line, = findings.failures(found[0])
+    actual = compiling.compile_for(TINY, "v5e:2x2")["programs"]
+    assert [one["program"] for one in actual] == ["launch 4", "update"]
+    line, = findings.failures(actual[0])
     assert line.startswith("launch 4: the compiler ended (SIGABRT)") and "Check failed" in line
-    assert "error" not in found[1]
+    assert "error" not in actual[1]
 
 
 def test_process_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +347,8 @@ def test_least_work_is_weights_cache_and_tokens() -> None:
 
 
 def test_result_keeps_how_often_a_host_decides() -> None:
-    found = FITS | {"kinds": {"fusion": 9, "while": 2}}
-    result = json.loads(tables.text({"target": "h100", "programs": [found, {"program": "gap"}]}))
+    actual = FITS | {"kinds": {"fusion": 9, "while": 2}}
+    result = json.loads(tables.text({"target": "h100", "programs": [actual, {"program": "gap"}]}))
     assert result == {"target": "h100", "programs": [
         FITS | {"kinds": {"while": 2, "conditional": 0}}, {"program": "gap"}]}
 

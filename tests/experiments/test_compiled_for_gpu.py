@@ -22,7 +22,7 @@ def test_small_run_compiles(target: str, data: int, tmp_path: Path,
     config = override(load_config("tiny"), {"model.dtype": "bfloat16", "mesh.data": data,
                                             "rollout.min_batch": 16})
     result = compiling.compile_for(config, target, folder=tmp_path)
-    assert [line for found in result["programs"] for line in findings.failures(found)] == []
+    assert [line for actual in result["programs"] for line in findings.failures(actual)] == []
     assert result["devices"] == data and len(result["programs"]) > 8
 
 
@@ -36,10 +36,10 @@ def rounds(folder: Path, layers: int, head: int) -> dict[str, Json]:
     config = override(load_config("tiny"), {
         "model.path": str(folder), "model.dtype": "bfloat16", "spec.drafter": "eagle",
         "draft.vocab": 512, "rollout.max_new_tokens": 896, "rollout.min_batch": 16})
-    found = compiling.compile_for(config, "h100", ("plain", "drafted"), folder=folder)["programs"]
-    assert [one["program"] for one in found] == ["plain round", "drafted round"]
-    assert [line for one in found for line in findings.failures(one)] == []
-    return {one["program"]: one for one in found}
+    actual = compiling.compile_for(config, "h100", ("plain", "drafted"), folder=folder)["programs"]
+    assert [one["program"] for one in actual] == ["plain round", "drafted round"]
+    assert [line for one in actual for line in findings.failures(one)] == []
+    return {one["program"]: one for one in actual}
 
 
 @pytest.mark.parametrize("head,most", [(64, 16), (96, 24)], ids=["kernel", "xla"])

@@ -59,10 +59,10 @@ def small(folder: Path, head: int, **changes: Any) -> Config:
 
 
 def test_kernels_compile_at_both_head_sizes() -> None:
-    found = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True,
-                           env=environment())
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert all(int(count) > 0 for count in found.stdout.split()) and found.stdout.count("\n") == 2
+    actual = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True,
+                            env=environment())
+    assert actual.returncode == 0, actual.stderr[-2000:]
+    assert all(int(count) > 0 for count in actual.stdout.split()) and actual.stdout.count("\n") == 2
 
 
 def test_launch_with_trees_and_update_compile_on_2x2x2(
@@ -72,13 +72,13 @@ def test_launch_with_trees_and_update_compile_on_2x2x2(
     config, keep = small(tmp_path, 128), tmp_path / "kept"
     result = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
     programs = result["programs"]
-    assert [found["program"].split()[0] for found in programs] == ["launch", "update"]
-    assert [found["error"] for found in programs if "error" in found] == []
-    assert all(findings.memory(found) < found["limit"] for found in programs)
-    assert all(found["aliased"] == found["donated"] for found in programs)
-    assert not any(copy["in_loop"] for found in programs for copy in found["cache_copies"])
+    assert [actual["program"].split()[0] for actual in programs] == ["launch", "update"]
+    assert [actual["error"] for actual in programs if "error" in actual] == []
+    assert all(findings.memory(actual) < actual["limit"] for actual in programs)
+    assert all(actual["aliased"] == actual["donated"] for actual in programs)
+    assert not any(copy["in_loop"] for actual in programs for copy in actual["cache_copies"])
     again = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
-    assert all(found["kept"] for found in again["programs"])
+    assert all(actual["kept"] for actual in again["programs"])
 
 
 @pytest.mark.parametrize("target,changes,expected", [
@@ -88,6 +88,6 @@ def test_launch_with_trees_and_update_compile_on_2x2x2(
 def test_bad_input_is_one_line(target: str, changes: dict[str, Any], expected: str, tmp_path: Path,
                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(ConfigError, match=expected) as found:
+    with pytest.raises(ConfigError, match=expected) as actual:
         compiling.compile_for(small(tmp_path, 64, **changes), target, folder=tmp_path)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(actual.value)

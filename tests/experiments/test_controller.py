@@ -28,8 +28,8 @@ def test_best_fixed_is_chosen_by_other_runs() -> None:
 
 
 def case() -> dict[str, Any]:
-    found = {"best_fixed": "1x1x2", "seconds": TIMES, "duels": [], "explained": {"budget": {}}}
-    return found | {"arms": controller_stats.arms(found)}
+    actual = {"best_fixed": "1x1x2", "seconds": TIMES, "duels": [], "explained": {"budget": {}}}
+    return actual | {"arms": controller_stats.arms(actual)}
 
 
 def test_arms_are_ratios_over_the_best_fixed_setting() -> None:
@@ -43,9 +43,9 @@ def test_arms_are_ratios_over_the_best_fixed_setting() -> None:
 def test_summary_is_a_geometric_mean_over_cells() -> None:
     other = case()
     other["arms"] = other["arms"] | {"budget": other["arms"]["budget"] | {"ratio": 0.9}}
-    found = controller_stats.summarize({"a": case(), "b": other})["budget"]
-    assert found["ratio"] == pytest.approx(math.sqrt(1.2 * 0.9))
-    assert found["worst"] == "b" and found["cells"] == 2
+    actual = controller_stats.summarize({"a": case(), "b": other})["budget"]
+    assert actual["ratio"] == pytest.approx(math.sqrt(1.2 * 0.9))
+    assert actual["worst"] == "b" and actual["cells"] == 2
 
 
 def test_picked_cells_share_engines() -> None:
@@ -80,16 +80,16 @@ def test_cell_of_a_tiny_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for context, corruption, lengths in ((15, 0.0, "heavy"), (3, 1.0, "uniform")):
         ran.clear()
         cell = Cell(2, context, corruption, lengths)
-        found = json.loads(json.dumps(controller_runs.run_cell(shape, cell, 2, 0.0)))
+        actual = json.loads(json.dumps(controller_runs.run_cell(shape, cell, 2, 0.0)))
         assert [load for name, load in ran if name == "budget"] == [0, 1, 2, 3, 7, 6]
         assert [load for name, load in ran if name == "fixed"][-6:] == [7, 7, 7, 6, 6, 6]
-        assert found["compilations"] == 0 and found["equal_tokens"]
-        arms = controller_stats.arms(found)
+        assert actual["compilations"] == 0 and actual["equal_tokens"]
+        arms = controller_stats.arms(actual)
         assert list(arms) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller_runs.POLICIES]
         assert arms["budget"]["pairs"] == 2
-        accept = found["accept_length"]
+        accept = actual["accept_length"]
         assert (accept["4x1x5"] > 2.5) == (corruption == 0) and accept["off"] == 1
-        assert found["explained"]["budget"]["control/predicted_seconds"] > 0
+        assert actual["explained"]["budget"]["control/predicted_seconds"] > 0
     assert accept["budget"] < 1.2
 
 

@@ -204,19 +204,19 @@ def test_eval_of_a_run_and_of_its_beginning(trained, command, tmp_path):
     common = ("eval.py", f"--run={trained}", "--problems=5", "--split=train")
     done = command(*common, f"--out={tmp_path / 'a.json'}", "--samples=3", "--temperature=1")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert (found["step"], found["run"], found["data"]["split"]) == (2, str(trained), "train")
-    assert len(found["problems"]) == 5 and np.shape(found["correct"]) == (5, 3)
-    assert found["accuracy"] == np.mean(found["correct"])
-    assert list(found["pass_at"]) == ["1", "2", "3"]
-    assert 5 * 3 <= found["tokens"] <= 5 * 3 * 8 and found["accept_length"] >= 1
+    actual = json.loads((tmp_path / "a.json").read_text())
+    assert (actual["step"], actual["run"], actual["data"]["split"]) == (2, str(trained), "train")
+    assert len(actual["problems"]) == 5 and np.shape(actual["correct"]) == (5, 3)
+    assert actual["accuracy"] == np.mean(actual["correct"])
+    assert list(actual["pass_at"]) == ["1", "2", "3"]
+    assert 5 * 3 <= actual["tokens"] <= 5 * 3 * 8 and actual["accept_length"] >= 1
     assert "avg@3" in done.stdout and "tokens/s" in done.stdout
 
     done = command(*common, "--step=0", f"--baseline={tmp_path / 'a.json'}",
                    f"--out={tmp_path / 'b.json'}")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert found["step"] == 0 and found["paired"]["interval_method"] == "paired bootstrap"
+    actual = json.loads((tmp_path / "b.json").read_text())
+    assert actual["step"] == 0 and actual["paired"]["interval_method"] == "paired bootstrap"
     assert "difference" in done.stdout and "avg@1" in done.stdout
 
     done = command("eval.py", f"--run={trained}", f"--baseline={tmp_path / 'a.json'}")

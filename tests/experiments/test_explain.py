@@ -38,14 +38,14 @@ def workdir(tmp_path: Path) -> Path:
 
 
 def test_summary_adds_up_launches() -> None:
-    found = launches.summary(TRACE)
-    assert found["control/draft_depth"] == pytest.approx(8 / 16)
-    assert found["control/verify_tokens"] == pytest.approx(160 / 16)
-    assert found["control/drafting"] == pytest.approx(4 / 16)
-    assert found["time/saved"] == pytest.approx(2.0 - 1.75)
-    assert found["time/regret"] == pytest.approx(0.25)
-    assert found["time/cost_error"] == pytest.approx(0.75 / 1.75)
-    assert launches.recorded(found)[1]["rounds"] == 12
+    actual = launches.summary(TRACE)
+    assert actual["control/draft_depth"] == pytest.approx(8 / 16)
+    assert actual["control/verify_tokens"] == pytest.approx(160 / 16)
+    assert actual["control/drafting"] == pytest.approx(4 / 16)
+    assert actual["time/saved"] == pytest.approx(2.0 - 1.75)
+    assert actual["time/regret"] == pytest.approx(0.25)
+    assert actual["time/cost_error"] == pytest.approx(0.75 / 1.75)
+    assert launches.recorded(actual)[1]["rounds"] == 12
     quiet = launch(0.1, control={}, draft_rounds=0)
     assert launches.summary([quiet]) == launches.summary([]) == {}
     assert "time/saved" not in launches.summary([launch(0.1, control={})])

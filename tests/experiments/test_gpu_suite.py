@@ -38,10 +38,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *args: str, status: int = 0) -> subprocess.CompletedProcess:
-    found = subprocess.run([str(SUITE), *args], env=environment, capture_output=True, text=True,
-                           cwd="/", timeout=500)
-    assert found.returncode == status, found.stderr
-    return found
+    actual = subprocess.run([str(SUITE), *args], env=environment, capture_output=True, text=True,
+                            cwd="/", timeout=500)
+    assert actual.returncode == status, actual.stderr
+    return actual
 
 
 def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> dict[str, Any]:
@@ -58,20 +58,20 @@ def test_unknown_command_says_what_there_is(environment: dict[str, str]) -> None
 @pytest.mark.ci
 def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
-    found = tiny(environment, path, "kernels", "--repeats=2")
-    assert len(found["cases"]) == 4 and "/" not in found["command"].replace("experiments/", "")
-    for name, case in found["cases"].items():
+    actual = tiny(environment, path, "kernels", "--repeats=2")
+    assert len(actual["cases"]) == 4 and "/" not in actual["command"].replace("experiments/", "")
+    for name, case in actual["cases"].items():
         assert case["bytes"] > 0 and case["times_faster"] > 0, name
         timed = [who for who, one in case["contenders"].items() if "seconds" in one]
         assert "xla" in timed and case["best_alternative"] in timed
         assert all(case["contenders"][who]["bandwidth_fraction"] > 0 for who in timed)
         assert not [one for one in case["contenders"].values() if "failed" in one]
-    assert "needs a tpu" in str(found["cases"])
-    assert "needs the package llvmlite" in str(found["cases"])
+    assert "needs a tpu" in str(actual["cases"])
+    assert "needs the package llvmlite" in str(actual["cases"])
     before = path.stat().st_mtime_ns
     tiny(environment, path, "kernels")
     assert path.stat().st_mtime_ns == before  # all cases were kept
-    path.write_text(json.dumps(found | {"machine": {"device": "another"}}))
+    path.write_text(json.dumps(actual | {"machine": {"device": "another"}}))
     told = run(environment, "kernels", "--tiny", f"--out={path}", status=1).stderr
     assert "of another machine" in told
 
@@ -105,8 +105,8 @@ def test_all_runs_the_most_important_first(tmp_path: Path) -> None:
 def test_default_rollouts_without_command_buffers(environment: dict[str, str], tmp_path: Path
                                                   ) -> None:
     environment = environment | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-    found = tiny(environment, tmp_path / "default.json", "rollouts", "--default")["cases"]
-    settings = found["tiny, 2 rows, default, no command buffers"]["settings"]
+    actual = tiny(environment, tmp_path / "default.json", "rollouts", "--default")["cases"]
+    settings = actual["tiny, 2 rows, default, no command buffers"]["settings"]
     assert settings.keys() == {"off, default", "replay, default"}
     assert settings["replay, default"]["equal_streams"] == 1
 

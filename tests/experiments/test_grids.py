@@ -10,14 +10,14 @@ from experiments.bench.grids import PAPER
 
 def test_adapting_papers_grid_equals_hand_computed_means() -> None:
     """Harmonic and geometric means of its seven loads, worked out by hand from Fig. 7."""
-    found = grids.adapting(PAPER)
+    actual = grids.adapting(PAPER)
     for way, harmonic, geometric in (("best static", 1.147, 1.163),
                                      ("best static or off", 1.190, 1.200),
                                      ("per load", 1.259, 1.270)):
-        assert found["harmonic"][way]["speed"] == pytest.approx(harmonic, abs=5e-4)
-        assert found["geometric"][way]["speed"] == pytest.approx(geometric, abs=5e-4)
-    assert found["geometric"]["per load"]["chosen"][64] == "off"
-    assert 42 < found["break_even"]["best of each load"] < 43
+        assert actual["harmonic"][way]["speed"] == pytest.approx(harmonic, abs=5e-4)
+        assert actual["geometric"][way]["speed"] == pytest.approx(geometric, abs=5e-4)
+    assert actual["geometric"]["per load"]["chosen"][64] == "off"
+    assert 42 < actual["break_even"]["best of each load"] < 43
 
 
 NOISY = {1: {"a": [2.0, 1.0] * 3, "b": [1.4, 1.5] * 3, "budget": [1.6, 1.5, 1.6, 1.6, 1.6, 1.7]},
@@ -25,11 +25,11 @@ NOISY = {1: {"a": [2.0, 1.0] * 3, "b": [1.4, 1.5] * 3, "budget": [1.6, 1.5, 1.6,
 
 
 def test_adapting_chooses_and_judges_on_other_repeats() -> None:
-    found = grids.adapting(NOISY, ["budget"])["geometric"]
-    assert found["per load"]["chosen"] == {1: "a", 4: "off"}
-    assert found["per load"]["speed"] == pytest.approx(1.0)  # of a, in odd repeats, and of off
-    assert found["best static"]["speed"] == pytest.approx(math.sqrt(1.0 * 2.0))
-    assert set(found["best static"]["chosen"].values()) == {"a"}
+    actual = grids.adapting(NOISY, ["budget"])["geometric"]
+    assert actual["per load"]["chosen"] == {1: "a", 4: "off"}
+    assert actual["per load"]["speed"] == pytest.approx(1.0)  # of a, in odd repeats, and of off
+    assert actual["best static"]["speed"] == pytest.approx(math.sqrt(1.0 * 2.0))
+    assert set(actual["best static"]["chosen"].values()) == {"a"}
 
 
 @pytest.mark.parametrize("speed,load", [

@@ -96,21 +96,21 @@ def test_memory_is_that_of_the_shapes() -> None:
 
 def test_rollout_reads_weights_and_contexts_each_round() -> None:
     """8 sequences of 4 tokens in 2 slots are 16 rounds, whose contexts are 4, 5, 6 and 7 tokens."""
-    found = predict.simulate(Model(config(), TINY), machine(), NEVER)
+    actual = predict.simulate(Model(config(), TINY), machine(), NEVER)
     token = 4 * 2 * 2 * 8 * 8
     context = 4 * 4 * 2 * (4 + 2) * token  # the mean over a sequence stands for each round
     written = 16 * 2 * token
     read = 16 * 4 * (MATRICES + 5 * 64 + 512 * 64)
-    assert found.seconds == pytest.approx((context + written + read) / SPEED)
-    assert (found.drafting, found.plain_seconds) == (0, found.seconds)
+    assert actual.seconds == pytest.approx((context + written + read) / SPEED)
+    assert (actual.drafting, actual.plain_seconds) == (0, actual.seconds)
 
 
 @pytest.mark.parametrize(("trace", "drafting"), [(NEVER, 0), (ALWAYS, 1)])
 def test_drafts_run_where_they_pay(trace: Trace, drafting: int) -> None:
     model = Model(config(**{"spec.drafter": "eagle", "spec.depth": 2, "spec.nodes": 3}), TINY)
-    found = predict.simulate(model, machine(), trace)
-    assert found.drafting == drafting
-    assert (found.seconds < found.plain_seconds) == bool(drafting)
+    actual = predict.simulate(model, machine(), trace)
+    assert actual.drafting == drafting
+    assert (actual.seconds < actual.plain_seconds) == bool(drafting)
 
 
 def test_layouts_are_ranked_and_those_that_do_not_fit_refused() -> None:

@@ -166,9 +166,9 @@ def test_interleaved_runs_survive_a_killed_one(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""
     monkeypatch.setattr(subprocess_runner, "run_turn", noted)
-    found = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
+    actual = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
     assert (tmp_path / "turns").read_text() == "abcabcacc"
-    assert list(found) == ["b"] and isinstance(found["b"], subprocess_runner.ProcessDied)
+    assert list(actual) == ["b"] and isinstance(actual["b"], subprocess_runner.ProcessDied)
 
 
 ORPHAN = """

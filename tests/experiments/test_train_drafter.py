@@ -59,12 +59,12 @@ def test_means_are_over_live_anchors():
     live = np.array([[[1, 1], [0, 0]], [[1, 0], [0, 0]]], bool)  # one response of 2, and padding
     alpha = np.where(live, [[[0.5, 0.25]], [[0.125, 9]]], 9)
     match = np.ones((2, 2, 2), bool)
-    found = summarize([Evaluation(alpha=alpha, agree=~live, match=match, live=live)] * 2)
-    assert (found["alpha/0"], found["alpha/1"]) == (0.375, 0.125)
-    assert found["agree/0"] == 0 and found["match/1"] == 1
+    actual = summarize([Evaluation(alpha=alpha, agree=~live, match=match, live=live)] * 2)
+    assert (actual["alpha/0"], actual["alpha/1"]) == (0.375, 0.125)
+    assert actual["agree/0"] == 0 and actual["match/1"] == 1
     # The last round can say no more than is left, so 2 tokens are one round with any chain.
-    assert found["accept_length/1"] == found["accept_length/2"] == 2
-    assert len(table(found).splitlines()) == 3 and "0.375" in table(found)
+    assert actual["accept_length/1"] == actual["accept_length/2"] == 2
+    assert len(table(actual).splitlines()) == 3 and "0.375" in table(actual)
 
 
 # Data.

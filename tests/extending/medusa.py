@@ -1,4 +1,4 @@
-"""A drafter with a branching tree: head d, from 0, drafts the token d + 1 places after the last
+"""A drafter with a branching tree: head d, from 0, drafts the token d + 1 positions after the last
 one, from the hidden state that drew the last one (Medusa, arXiv 2401.10774). The first head's K
 best tokens begin K branches, which the best tokens of the other heads continue."""
 

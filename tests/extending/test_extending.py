@@ -99,14 +99,14 @@ def test_command_names_fields_and_extensions_that_exist(command: str) -> None:
 def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = re.search(r"```python\n(from specrl_jax import .*?)```", PAGE, re.S)
     assert program is not None
-    found: list[Any] = []
-    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.extend(
+    actual: list[Any] = []
+    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: actual.extend(
         of_config(config.reward)([("", "1234567890", {})])))
     try:
         exec(program[1], {"__name__": "notebook"})
     finally:
         REWARDS.pop("brevity", None)
-    assert found == [(0.5, {"brevity": 0.5}, {})]
+    assert actual == [(0.5, {"brevity": 0.5}, {})]
 
 
 # Rewards and trackers.
@@ -142,9 +142,9 @@ def test_sandbox_gets_code_and_a_service_that_is_down_fails(
         judge = of_config(RewardConfig(("sandbox:passes",), on_failure="-1"))
         assert [one.total for one in judge(answers)] == [1, 0, 0]
         server.shutdown()
-    found = judge(answers)
-    assert [one.total for one in found] == [-1] * 3
-    assert "a batch of 3 answers" in found[0].failures["sandbox:passes"]
+    actual = judge(answers)
+    assert [one.total for one in actual] == [-1] * 3
+    assert "a batch of 3 answers" in actual[0].failures["sandbox:passes"]
 
 
 # Drafting.

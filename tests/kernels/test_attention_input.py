@@ -115,10 +115,10 @@ def test_named_implementation_refuses_what_it_cannot_do(
 
 @pytest.mark.parametrize("platform,kernel", [("tpu", "pallas"), ("gpu", "pallas_triton")])
 def test_refusals_say_why_and_what_is_taken(platform: str, kernel: str) -> None:
-    found = refusals(**make(), platform=platform)
-    assert list(found) == list(IMPLEMENTATIONS)
-    assert found[kernel] is None
-    assert found["xla"] is None and found["reference"] is None
+    actual = refusals(**make(), platform=platform)
+    assert list(actual) == list(IMPLEMENTATIONS)
+    assert actual[kernel] is None
+    assert actual["xla"] is None and actual["reference"] is None
     on_cpu = refusals(**make())
     assert on_cpu["pallas"].startswith("needs a tpu, this is a cpu")
     assert on_cpu["pallas_triton"].startswith("needs a gpu, this is a cpu")

@@ -75,8 +75,8 @@ def test_work_list_holds_exactly_what_live_rows_see() -> None:
         fetched = [(int(code) >> 16, int(code) & 0xFFFF) for code in codes]
         changes = [f for f, before in zip(fetched, [None, *fetched], strict=False) if f != before]
         assert changes == own  # each block once, in order
-        for (_, at, block), (_, found) in zip(wanted, fetched, strict=False):
-            assert at != segment or block == found
+        for (_, at, block), (_, actual) in zip(wanted, fetched, strict=False):
+            assert at != segment or block == actual
 
 
 def test_no_live_row_is_no_work() -> None:
@@ -90,18 +90,18 @@ DIVIDE = jax.jit(gpu.divide, static_argnums=3)
 
 def shares(length: list[int], live: list[bool], oldest: list[int] | None = None, **config: int
            ) -> dict[int, list[tuple[int, int]]]:
-    """The places that each program of a GPU reads, by row; rows come in order."""
+    """The positions that each program of a GPU reads, by row; rows come in order."""
     chosen = gpu.Config(**({"block": 64} | config))
-    found = DIVIDE(jnp.asarray(length), jnp.asarray(oldest or [0] * len(length)),
-                   jnp.asarray(live), chosen)
-    assert found.row.shape == (len(length) + chosen.splits - 1,)
+    actual = DIVIDE(jnp.asarray(length), jnp.asarray(oldest or [0] * len(length)),
+                    jnp.asarray(live), chosen)
+    assert actual.row.shape == (len(length) + chosen.splits - 1,)
     by_row: dict[int, list[tuple[int, int]]] = {}
-    for row, low, high in zip(*map(np.asarray, found[:3]), strict=True):
+    for row, low, high in zip(*map(np.asarray, actual[:3]), strict=True):
         if row < len(length):
             by_row.setdefault(int(row), []).append((int(low), int(high)))
     for row in range(len(length)):
-        assert len(by_row.get(row, [])) == found.count[row]
-        assert found.first[row] == sum(len(by_row.get(other, [])) for other in range(row))
+        assert len(by_row.get(row, [])) == actual.count[row]
+        assert actual.first[row] == sum(len(by_row.get(other, [])) for other in range(row))
     assert list(by_row) == sorted(by_row)
     return by_row
 
@@ -127,11 +127,11 @@ def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int
         length = [int(x) for x in rng.integers(0, 2000, 9)]
         oldest = [int(x * rng.random()) for x in length]
         live = [bool(x) for x in rng.random(9) < 0.6]
-        found = shares(length, live, oldest, splits=splits, least=least)
-        assert found.keys() == {row for row in range(9) if live[row]}
-        blocks = [max(0, -(-length[row] // 64) - oldest[row] // 64) for row in found]
+        actual = shares(length, live, oldest, splits=splits, least=least)
+        assert actual.keys() == {row for row in range(9) if live[row]}
+        blocks = [max(0, -(-length[row] // 64) - oldest[row] // 64) for row in actual]
         most = max(least, -(-sum(blocks) // splits)) if splits > 1 else 32
-        for (row, here), size in zip(found.items(), blocks, strict=True):
+        for (row, here), size in zip(actual.items(), blocks, strict=True):
             assert len(here) == max(1, -(-size // most))
             assert here[0][0] == min(oldest[row] // 64 * 64, length[row])
             assert here[-1][1] == length[row]

@@ -37,16 +37,16 @@ def no_device(platform: str, kind: str) -> AbstractMesh:
     return AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))
 
 
-@pytest.mark.parametrize("platform,kind,found", [
+@pytest.mark.parametrize("platform,kind,chosen", [
     ("tpu", "TPU v5 lite", "tpu"), ("gpu", "NVIDIA H100", "gpu"), ("cuda", "NVIDIA H200", "gpu")])
 def test_the_mesh_in_scope_decides_not_the_default_device(
-        platform: str, kind: str, found: str) -> None:
+        platform: str, kind: str, chosen: str) -> None:
     assert dispatch.traced_for().platform == jax.default_backend()
     with use_abstract_mesh(no_device(platform, kind)):
-        assert dispatch.traced_for() == (found, kind)
-        assert dispatch.target(None)[:2] == (found, kind)
+        assert dispatch.traced_for() == (chosen, kind)
+        assert dispatch.target(None)[:2] == (chosen, kind)
         assert dispatch.target(None, platform="cpu")[:2] == ("cpu", "some cpu")
-        with pytest.raises(Unsupported, match=f"{found}: CPUs only"):
+        with pytest.raises(Unsupported, match=f"{chosen}: CPUs only"):
             narrow_matmul(jnp.zeros((4, 16)), jnp.zeros((16, 2)), implementation="machine")
 
 
@@ -57,9 +57,9 @@ def test_choose_takes_and_logs_the_first_that_can(caplog: pytest.LogCaptureFixtu
 
 
 def test_choose_if_none_can_raises_all_reasons() -> None:
-    with pytest.raises(ExceptionGroup) as found:
+    with pytest.raises(ExceptionGroup) as actual:
         choose({"a": refuse, "b": refuse}, None)(3)
-    assert [str(reason) for reason in found.value.exceptions] == ["a: not 3", "b: not 3"]
+    assert [str(reason) for reason in actual.value.exceptions] == ["a: not 3", "b: not 3"]
 
 
 def test_other_errors_are_not_taken_for_refusals() -> None:

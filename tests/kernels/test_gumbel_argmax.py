@@ -74,15 +74,15 @@ def wanted(case: Case, count: int = 1) -> Drawn:
     return jax.tree.map(np.asarray, gumbel_argmax(**case, count=count, implementation="reference"))
 
 
-def assert_same(found: Drawn, right: Drawn, near: float = NEAR) -> None:
+def assert_same(actual: Drawn, right: Drawn, near: float = NEAR) -> None:
     """The same tokens, but for ties within rounding; and what is said of them."""
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=near)
-    close(found.perturbed, right.perturbed)
+    close(actual.perturbed, right.perturbed)
     there = np.isfinite(right.perturbed)
     clear = there & _gaps(right.perturbed)
-    np.testing.assert_array_equal(found.token[clear], right.token[clear])
+    np.testing.assert_array_equal(actual.token[clear], right.token[clear])
     for name in ("logprob", "raw_logprob"):
-        a, b = getattr(found, name), getattr(right, name)
+        a, b = getattr(actual, name), getattr(right, name)
         if name == "raw_logprob":
             a, b = np.where(there, a, 0), np.where(there, b, 0)
         close(np.where(clear | ~there, a, b), b)
@@ -109,7 +109,7 @@ MORE = {"more than a register": dict(width=19), "one token kept": dict(kept=0.0)
 def test_oracle_equals_the_definition(kept: float | None) -> None:
     """Every implementation is compared with it; this compares it with JAX's own operations."""
     case = make(width=8, kept=kept)
-    found, cold = wanted(case, 3), np.asarray(case["temperature"]) == 0
+    actual, cold = wanted(case, 3), np.asarray(case["temperature"]) == 0
     heat = np.where(cold, 1, case["temperature"])[:, None]
     raw = np.asarray(jax.nn.log_softmax(case["logits"] / heat))
     drawn = noise.gumbel(case["key"], case["position"], jnp.arange(raw.shape[1]))
@@ -119,12 +119,12 @@ def test_oracle_equals_the_definition(kept: float | None) -> None:
         left = np.argsort(np.argsort(-raw)) < kept * raw.shape[1]
         perturbed, mass = np.where(left, perturbed, -np.inf), np.exp(raw).sum(1, where=left)
     best = np.argsort(-perturbed)[:, :3]
-    np.testing.assert_array_equal(found.token, best)
+    np.testing.assert_array_equal(actual.token, best)
     said = np.take_along_axis(raw, best, 1)
-    np.testing.assert_allclose(found.perturbed, np.take_along_axis(perturbed, best, 1), atol=1e-4)
-    np.testing.assert_allclose(found.raw_logprob, said, atol=1e-4)
-    np.testing.assert_allclose(found.logprob[~cold], (said.T - np.log(mass)).T[~cold], atol=1e-4)
-    np.testing.assert_array_equal(found.logprob[cold], [[0, -np.inf, -np.inf]] * cold.sum())
+    np.testing.assert_allclose(actual.perturbed, np.take_along_axis(perturbed, best, 1), atol=1e-4)
+    np.testing.assert_allclose(actual.raw_logprob, said, atol=1e-4)
+    np.testing.assert_allclose(actual.logprob[~cold], (said.T - np.log(mass)).T[~cold], atol=1e-4)
+    np.testing.assert_array_equal(actual.logprob[cold], [[0, -np.inf, -np.inf]] * cold.sum())
 
 
 @each
@@ -139,11 +139,11 @@ def test_equals_the_oracle(name: str, implementation: str) -> None:
 def test_children_are_the_best_in_order(kept: float | None, count: int, implementation: str
                                         ) -> None:
     case = make(width=8, kept=kept)  # 6 tokens are left of 300
-    found = call(case, implementation, count)
-    assert_same(found, wanted(case, count))
-    left = found.perturbed > -np.inf
+    actual = call(case, implementation, count)
+    assert_same(actual, wanted(case, count))
+    left = actual.perturbed > -np.inf
     assert (left.sum(1) == min(count, 6 if kept else count)).all()
-    for tokens, there in zip(found.token, left, strict=True):
+    for tokens, there in zip(actual.token, left, strict=True):
         assert len(set(tokens[there])) == there.sum()
         assert ((0 <= tokens) & (tokens < 300)).all()
 
@@ -153,10 +153,10 @@ def test_children_are_the_best_in_order(kept: float | None, count: int, implemen
 def test_children_whose_probability_underflows(kept: float | None, implementation: str) -> None:
     """At low temperatures the second token may be hundreds of nats below the first."""
     case = make(width=8, kept=kept, spread=300.0)
-    found, right = call(case, implementation, 4), wanted(case, 4)
-    assert np.isfinite(found.perturbed).all() and found.raw_logprob.min() < -200
-    np.testing.assert_array_equal(found.token, right.token)
-    for a, b in zip(found[1:], right[1:], strict=True):
+    actual, right = call(case, implementation, 4), wanted(case, 4)
+    assert np.isfinite(actual.perturbed).all() and actual.raw_logprob.min() < -200
+    np.testing.assert_array_equal(actual.token, right.token)
+    for a, b in zip(actual[1:], right[1:], strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=200 * NEAR)  # scores of a thousand
 
 
@@ -169,20 +169,20 @@ def test_ties_go_to_the_lower_id(implementation: str) -> None:
     case["threshold"] = threshold(case, 5)
     assert call(case, implementation, 5).token.tolist() == [[37, 70, 71, 150, 299]] * 2
     case["threshold"] = threshold(case, 3)
-    found = call(case, implementation, 5)
-    assert found.token[:, :3].tolist() == [[37, 70, 71]] * 2
-    assert np.isneginf(found.perturbed[:, 3:]).all()
+    actual = call(case, implementation, 5)
+    assert actual.token[:, :3].tolist() == [[37, 70, 71]] * 2
+    assert np.isneginf(actual.perturbed[:, 3:]).all()
 
 
 @each
 def test_bits_are_repeatable_and_of_their_position_alone(implementation: str) -> None:
     """Nor do they depend on how many children are drawn: the first is the argmax."""
     case = make(width=8, kept=0.02)
-    found = call(case, implementation, 4)
+    actual = call(case, implementation, 4)
     order = np.asarray([4, 0, 2, 7, 1, 3, 6, 5])
     moved = call(jax.tree.map(lambda x: x[order], case), implementation, 4)
     again = call(jax.tree.map(jnp.copy, case), implementation, 4)
-    for a, other, same, one in zip(found, moved, again, call(case, implementation), strict=True):
+    for a, other, same, one in zip(actual, moved, again, call(case, implementation), strict=True):
         np.testing.assert_array_equal(other, a[order])
         np.testing.assert_array_equal(same, a)
         np.testing.assert_array_equal(one[:, 0], a[:, 0])
@@ -194,10 +194,10 @@ def test_tokens_that_cannot_be_are_never_drawn(implementation: str) -> None:
     case = make(width=8)
     allowed = np.isin(np.arange(300), [5, 133, 134])
     case["logits"] = jnp.where(allowed[None], case["logits"], -jnp.inf)
-    found = call(case, implementation, 4)
-    assert np.isin(found.token[:, :3], [5, 133, 134]).all()
-    assert np.isneginf(found.perturbed[:, 3]).all()
-    assert_same(found, wanted(case, 4))
+    actual = call(case, implementation, 4)
+    assert np.isin(actual.token[:, :3], [5, 133, 134]).all()
+    assert np.isneginf(actual.perturbed[:, 3]).all()
+    assert_same(actual, wanted(case, 4))
 
 
 @each
@@ -205,10 +205,10 @@ def test_row_of_nan_changes_no_other(implementation: str) -> None:
     case = make(width=5)
     clean = call(case, implementation)
     case["logits"] = case["logits"].at[2].set(jnp.nan)
-    found = call(case, implementation)
-    assert ((0 <= found.token) & (found.token < 300)).all()
+    actual = call(case, implementation)
+    assert ((0 <= actual.token) & (actual.token < 300)).all()
     others = np.arange(5) != 2
-    for a, b in zip(found, clean, strict=True):
+    for a, b in zip(actual, clean, strict=True):
         np.testing.assert_array_equal(a[others], b[others])
 
 
@@ -235,12 +235,12 @@ def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
     """Devices draw among their parts, with the ids of the whole, and agree on the best."""
     cases.need_devices(4)
     case, count = make(**CASES[name]), 1 if name == "far apart" else 4
-    found = call_in_parts(case, implementation, count)
+    actual = call_in_parts(case, implementation, count)
     # Whether logits times scale is rounded before the highest score is subtracted is XLA's choice.
     rounding = float(np.spacing(np.abs(case["logits"]).max()))
-    assert_same(found, wanted(case, count), max(NEAR, rounding))
+    assert_same(actual, wanted(case, count), max(NEAR, rounding))
     if implementation == "xla":
-        np.testing.assert_array_equal(found.token, call(case, implementation, count).token)
+        np.testing.assert_array_equal(actual.token, call(case, implementation, count).token)
 
 
 def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
@@ -262,17 +262,17 @@ def test_a_part_that_is_not_finite_harms_no_other_row(implementation: str) -> No
     case = make(width=5)
     clean = call_in_parts(case, implementation, 1)
     case["logits"] = case["logits"].at[2, 100].set(jnp.nan)
-    found = call_in_parts(case, implementation, 1)
-    assert ((0 <= found.token) & (found.token < 300)).all()
+    actual = call_in_parts(case, implementation, 1)
+    assert ((0 <= actual.token) & (actual.token < 300)).all()
     others = np.arange(5) != 2
-    np.testing.assert_array_equal(found.token[others], clean.token[others])
+    np.testing.assert_array_equal(actual.token[others], clean.token[others])
 
 
 @each
 def test_default_configuration(implementation: str) -> None:
     case = make(width=3, vocab=5000, kept=0.5)
-    found = gumbel_argmax(**case, count=2, implementation=implementation)
-    assert_same(jax.tree.map(np.asarray, found), wanted(case, 2))
+    actual = gumbel_argmax(**case, count=2, implementation=implementation)
+    assert_same(jax.tree.map(np.asarray, actual), wanted(case, 2))
 
 
 I32 = jnp.int32

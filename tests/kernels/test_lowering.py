@@ -93,13 +93,13 @@ def lower(implementation: str, args: dict[str, Any], **options: Any) -> str:
 
 def declared() -> list[Any]:
     """(model, shape, dtype): every one; the fast tests take some, in either dtype by turns."""
-    found = []
+    actual = []
     for (m, model), (s, shape), (d, dtype) in itertools.product(
             enumerate(MODELS), enumerate(SHAPES), enumerate((jnp.bfloat16, jnp.float32))):
         fast = (model == "Qwen2.5-7B" or shape == "one row, one node") and (m + s) % 2 == d
-        found.append(pytest.param(model, shape, dtype, marks=[] if fast else [pytest.mark.full],
-                                  id=f"{model}-{shape}-{dtype.__name__}"))
-    return found
+        actual.append(pytest.param(model, shape, dtype, marks=[] if fast else [pytest.mark.full],
+                                   id=f"{model}-{shape}-{dtype.__name__}"))
+    return actual
 
 
 @each

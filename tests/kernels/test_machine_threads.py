@@ -47,8 +47,8 @@ def call(pool: Pool, arrays: list[np.ndarray]) -> None:
     memory = [(NUMBER * array.ndim)(*array.shape) for array in arrays]
     buffers = [(POINTER * 6)(None, None, None, array.ctypes.data, None, ctypes.addressof(shape))
                for array, shape in zip(arrays, memory, strict=True)]
-    places = [ctypes.addressof(buffer) for buffer in buffers]
-    inputs, outputs = (POINTER * 2)(*places[:2]), (POINTER * 1)(places[2])
+    addresses = [ctypes.addressof(buffer) for buffer in buffers]
+    inputs, outputs = (POINTER * 2)(*addresses[:2]), (POINTER * 1)(addresses[2])
     api = (POINTER * 19)()
     api[17] = ctypes.cast(pool.schedule, POINTER)
     api[18] = ctypes.cast(pool.count, POINTER)

@@ -23,11 +23,11 @@ def arrays(rows, inner, columns, seed=0):
             jnp.asarray(rng.standard_normal((inner, columns)), jnp.float32))
 
 
-def assert_near(found, w, x):
-    w, x, found = (np.asarray(a, np.float64) for a in (w, x, np.asarray(found, np.float32)))
-    assert found.shape == (w.shape[0], x.shape[1])
+def assert_near(actual, w, x):
+    w, x, actual = (np.asarray(a, np.float64) for a in (w, x, np.asarray(actual, np.float32)))
+    assert actual.shape == (w.shape[0], x.shape[1])
     scale = np.abs(w) @ np.abs(x)
-    assert np.all(np.abs(found - w @ x) <= TOLERANCE["narrow_matmul", "float32"] * scale)
+    assert np.all(np.abs(actual - w @ x) <= TOLERANCE["narrow_matmul", "float32"] * scale)
 
 
 @functools.cache
@@ -83,8 +83,8 @@ def test_unsupported_call_is_refused_and_left_to_xla(w, x, why):
     w, x = (jnp.ones(shape, jnp.bfloat16 if "bfloat16" in why else None) for shape in (w, x))
     with pytest.raises(Unsupported, match=why):
         narrow_matmul(w, x, implementation="machine")
-    found = narrow_matmul(w, x)
-    assert found.dtype == jnp.float32 and np.array_equal(found, np.asarray(w) @ np.asarray(x))
+    actual = narrow_matmul(w, x)
+    assert actual.dtype == jnp.float32 and np.array_equal(actual, np.asarray(w) @ np.asarray(x))
 
 
 def test_without_the_code_generator(monkeypatch):

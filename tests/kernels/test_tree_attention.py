@@ -135,11 +135,11 @@ def base(parent: Any = (0, 0, 1, 1, 2, 3), **other: Any) -> dict[str, Any]:
     return make(**BASE | other, parent=[parent] * 4)
 
 
-def keep(case: dict[str, Any], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """Packs these (row, node) alone; the first of them fills the places that are left."""
+def keep(case: dict[str, Any], nodes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Packs these (row, node) alone; the first of them fills the rest."""
     where = {(int(r), int(n)): i for i, (r, n) in enumerate(zip(case["row"], case["node"],
                                                                 strict=True))}
-    at = [where[place] for place in places]
+    at = [where[node] for node in nodes]
     at = np.asarray(at + at[:1] * (len(where) - len(at)))
     return case | {name: case[name][at] for name in ("q", "row", "node")}
 
@@ -203,7 +203,7 @@ def test_segment_beyond_all_contexts_is_not_read(implementation: str) -> None:
 
 @pytest.mark.parametrize("slots", [4, None])
 def test_xla_reads_of_each_row_what_it_sees_and_copies_one_chunk(slots: int | None) -> None:
-    """Row 3 alone reaches beyond 16; with a window of 20 it does not see the first 112 places."""
+    """Row 3 alone reaches beyond 16; with a window of 20 it does not see positions below 112."""
     case = keep(base(slots=slots), [(0, 0), (1, 5), (3, 1)])  # row 2 is dead
     clean = configured(case, "xla", 20)
     slot = range(4) if slots is None else np.asarray(case["slot"])
@@ -345,8 +345,8 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
         in_specs=(P("rows", "heads"), rows, rows, rows, rows, tree, tree, cache, cache))
     names = ("q", "row", "node", "parent", "length", "tree_k", "tree_v")
     with attempted(implementation):
-        found = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
-    assert_near(np.asarray(found), oracle(case), case)
+        actual = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
+    assert_near(np.asarray(actual), oracle(case), case)
 
 
 @pytest.mark.parametrize("way", [{"in_place": 0}, *(pytest.param(way, marks=full) for way in (

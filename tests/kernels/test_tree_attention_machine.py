@@ -110,10 +110,10 @@ def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
         pytest.skip("names features of x86 CPUs, and this one is another")
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap(features))
     monkeypatch.setattr(runtime, "compiled", runtime.compiled.__wrapped__)
-    found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
-    assert found["machine"] == why and found["xla"] is None
+    actual = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
+    assert actual["machine"] == why and actual["xla"] is None
     if why:
-        assert next(name for name, reason in found.items() if reason is None) == "xla"
+        assert next(name for name, reason in actual.items() if reason is None) == "xla"
 
 
 @pytest.mark.parametrize(("heads", "nodes", "taken"), [
@@ -122,10 +122,10 @@ def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
     ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla"), ((8, 4, 16), 8, "machine")])
 def test_unnamed_call_takes_the_faster_implementation(heads, nodes, taken):
     case = make(heads, (64,), [3, 9], nodes)
-    found = refusals(**case)
-    assert next(name for name, reason in found.items() if reason is None) == taken
+    actual = refusals(**case)
+    assert next(name for name, reason in actual.items() if reason is None) == taken
     if taken == "xla":
-        assert found["machine"].startswith(f"xla is faster at {nodes} nodes a row")
+        assert actual["machine"].startswith(f"xla is faster at {nodes} nodes a row")
     # Rows without packed nodes count: few nodes of a wide tree are few.
     few = case | {name: case[name][:2] for name in ("q", "row", "node")}
     assert refusals(**few)["machine"] is None

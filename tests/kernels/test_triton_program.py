@@ -51,9 +51,9 @@ def check(name: str) -> None:
     config = dict(block=16, tile=16, splits=splits, least=1)
     target = Target("gpu", "", True, config=config)
     cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
-    found = wrapper.tree_attention_triton(Operands(**case | cache), scale=0.25, window=window,
-                                          target=target)
-    assert_near(np.asarray(found), oracle(case, window), case)
+    actual = wrapper.tree_attention_triton(Operands(**case | cache), scale=0.25, window=window,
+                                           target=target)
+    assert_near(np.asarray(actual), oracle(case, window), case)
 
 
 class Tensor:
@@ -94,11 +94,11 @@ def interpreted(launch: Launch, warps: int, stages: int) -> list[Any]:
     """In place of program_call; what is never written is NaN."""
     program = getattr(importlib.import_module(launch.module), launch.name)
     arrays = [np.array(x, order="C") for x in launch.inputs]
-    found = [np.full(x.shape, np.nan, x.dtype) for x in launch.outputs]
+    actual = [np.full(x.shape, np.nan, x.dtype) for x in launch.outputs]
     if launch.onto:
-        found[0] = arrays[-1]
-    program[launch.grid](*map(Tensor, [*arrays, *found]), **launch.constants)
-    return [jnp.asarray(x) for x in found]
+        actual[0] = arrays[-1]
+    program[launch.grid](*map(Tensor, [*arrays, *actual]), **launch.constants)
+    return [jnp.asarray(x) for x in actual]
 
 
 COMPILE = """

@@ -28,9 +28,9 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_reads_only_what_was_written(name: str) -> None:
     case = make(**SHAPES[name])
-    found = tree_attention(**case, scale=case["q"].shape[2] ** -0.5, implementation="pallas",
-                           interpret=POISON, config={"block": 128, "tile": 64})
-    assert_near(np.asarray(found, np.float32), oracle(case), case)
+    actual = tree_attention(**case, scale=case["q"].shape[2] ** -0.5, implementation="pallas",
+                            interpret=POISON, config={"block": 128, "tile": 64})
+    assert_near(np.asarray(actual, np.float32), oracle(case), case)
 
 
 def test_memory_that_is_read_before_it_is_written_is_noticed() -> None:
@@ -38,6 +38,6 @@ def test_memory_that_is_read_before_it_is_written_is_noticed() -> None:
     def kernel(out: Any, scratch: Any) -> None:
         out[...] = scratch[...]
 
-    found = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
-                           scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)], interpret=POISON)()
-    assert np.isnan(found).all()
+    actual = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+                            scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)], interpret=POISON)()
+    assert np.isnan(actual).all()

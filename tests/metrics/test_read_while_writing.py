@@ -45,8 +45,8 @@ def test_newest_checkpoint_is_read_while_a_run_deletes_it(tmp_path: Path) -> Non
         steps = []
         while len(steps) < 20 or len(set(steps)) == 1:
             actor = open_actor(config, tmp_path)
-            found = jax.tree.leaves(actor.params(make_mesh(config.mesh)))
-            assert {float(value) for leaf in found for value in np.unique(leaf)} == {actor.step}
+            actual = jax.tree.leaves(actor.params(make_mesh(config.mesh)))
+            assert {float(value) for leaf in actual for value in np.unique(leaf)} == {actor.step}
             steps.append(actor.step)
     finally:
         ended.set()

@@ -45,8 +45,8 @@ def figures(html):
 def cells(html, heading):
     """First cell, without the metric's name -> the others, of the tables below a heading."""
     section = html.partition(f'<h2 id="{heading}"')[2].partition("<h2 ")[0]
-    found = re.findall(r'<th scope="row">(.*?)(?: <code>.*?</code>)?</th>(.*?)</tr>', section)
-    return {name: re.findall("<td>(.*?)</td>", rest) for name, rest in found}
+    actual = re.findall(r'<th scope="row">(.*?)(?: <code>.*?</code>)?</th>(.*?)</tr>', section)
+    return {name: re.findall("<td>(.*?)</td>", rest) for name, rest in actual}
 
 
 @pytest.mark.parametrize("steps", [1, 30])
@@ -97,15 +97,15 @@ def test_drafted_tokens_are_told_by_drafter(tmp_path):
 
 def test_evaluations_are_drawn_and_the_best_told(tmp_path):
     run(tmp_path, 4)
-    path, found = tmp_path / "metrics.jsonl", []
+    path, actual = tmp_path / "metrics.jsonl", []
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if row["step"] % 2:
             accuracy = 0.5 if row["step"] == 1 else 0.25
             row |= {"eval/accuracy": accuracy, "eval/accuracy_low": 0.1, "eval/accuracy_high": 0.6,
                     "eval/best_step": 2}
-        found.append(json.dumps(row) + "\n")
-    path.write_text("".join(found))
+        actual.append(json.dumps(row) + "\n")
+    path.write_text("".join(actual))
     html = page(tmp_path)
     assert "held-out accuracy" in figures(html)
     assert "<dd>0.500</dd><dt>best held-out accuracy, after step 2</dt>" in html

@@ -35,7 +35,7 @@ class Recorder:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """Trackers `good`, `frail` and `dead`, which fails at once; those that were started."""
-    found: dict[str, Recorder] = {}
+    actual: dict[str, Recorder] = {}
 
     def dead(info: RunInfo) -> Recorder:
         raise OSError("no such host")
@@ -45,14 +45,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
     def start(name: str, fails_at: int) -> Any:
         def tracker(info: RunInfo) -> Recorder:
-            found[name] = Recorder(info, fails_at)
-            return found[name]
+            actual[name] = Recorder(info, fails_at)
+            return actual[name]
         return tracker
 
     for name, tracker in (("good", start("good", -1)), ("frail", start("frail", 1)),
                           ("dead", dead), ("leaving", leaving)):
         monkeypatch.setitem(trackers.TRACKERS, name, tracker)
-    return found
+    return actual
 
 
 def write(workdir: Path, start: int, stop: int, to: tuple[str, ...], warn: Any = pytest.fail

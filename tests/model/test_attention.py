@@ -35,23 +35,23 @@ def by_hand(q, k, v, position, segment, prefix):
 @pytest.mark.parametrize("size", [5, 21])
 def test_attention_equals_that_token_by_token(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", size)
-    arrays, places = inputs()
-    found = attention.segment_attention(*places)(0, *arrays)
-    np.testing.assert_allclose(found, by_hand(*map(np.asarray, arrays), *places), atol=1e-5)
-    alone = attention.segment_attention(*places[:2])(0, *arrays)
+    arrays, positions = inputs()
+    actual = attention.segment_attention(*positions)(0, *arrays)
+    np.testing.assert_allclose(actual, by_hand(*map(np.asarray, arrays), *positions), atol=1e-5)
+    alone = attention.segment_attention(*positions[:2])(0, *arrays)
     np.testing.assert_allclose(
-        alone, by_hand(*map(np.asarray, arrays), *places[:2], places[1]), atol=1e-5)
+        alone, by_hand(*map(np.asarray, arrays), *positions[:2], positions[1]), atol=1e-5)
 
 
 def test_attention_in_chunks_has_the_gradients_of_whole_rows(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, places = inputs()
+    arrays, positions = inputs()
 
     def gradients(size: int):
         monkeypatch.setattr(attention, "QUERIES_AT_ONCE", size)
 
         def loss(*arrays):
-            out = attention.segment_attention(*places)(0, *arrays)
+            out = attention.segment_attention(*positions)(0, *arrays)
             return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
 
         assert (f"[{B},{G},{R},{T},{T}]" in str(jax.make_jaxpr(jax.grad(loss))(*arrays))) == (
@@ -77,7 +77,7 @@ def test_kernel_of_a_platform_equals_chunks(platform: str) -> None:
         return jax.value_and_grad(lambda *args: (attend(0, *args) * weight).sum(), (0, 1, 2))(
             q, k, v)
 
-    found = outcome(flash_attention(platform, jnp.asarray(segment), interpret=True))
+    actual = outcome(flash_attention(platform, jnp.asarray(segment), interpret=True))
     want = outcome(attention.segment_attention(position, segment))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)

@@ -127,14 +127,14 @@ def test_attention_reads_the_layer_and_its_tree(platform: str, implementation: s
 
 def primitives(jaxpr: Any) -> list[str]:
     """The primitives of a jaxpr and of those inside, except of kernels."""
-    found = []
+    actual = []
     for equation in jaxpr.eqns:
-        found.append(equation.primitive.name)
-        if found[-1] == "pallas_call":
+        actual.append(equation.primitive.name)
+        if actual[-1] == "pallas_call":
             continue
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=has_equations):
-            found += primitives(getattr(value, "jaxpr", value)) if has_equations(value) else []
-    return found
+            actual += primitives(getattr(value, "jaxpr", value)) if has_equations(value) else []
+    return actual
 
 
 def has_equations(value: Any) -> bool:
@@ -160,9 +160,9 @@ def test_attention_of_an_accelerator_has_no_branch(platform: str, implementation
     numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B,), ())]
     device = AbstractDevice(f"some {platform}", 1, platform)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        found = primitives(jax.make_jaxpr(attend)(kv, q, k, k, *numbers).jaxpr)
-    assert not {"while", "cond", "ffi_call"} & set(found)
-    assert ("pallas_call" in found) == (implementation is None)
+        actual = primitives(jax.make_jaxpr(attend)(kv, q, k, k, *numbers).jaxpr)
+    assert not {"while", "cond", "ffi_call"} & set(actual)
+    assert ("pallas_call" in actual) == (implementation is None)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -170,8 +170,8 @@ def test_append_of_an_accelerator_writes_each_array_once(platform: str) -> None:
     new = jax.ShapeDtypeStruct((D + 1, L, 2, G, E, B), jnp.float32)
     rows = jax.ShapeDtypeStruct((B,), jnp.int32)
     kv = cache.shapes(platform, ARCH, B, 150, jnp.float32)
-    found = primitives(jax.make_jaxpr(lambda kv, *args: kv.append(*args))(
+    actual = primitives(jax.make_jaxpr(lambda kv, *args: kv.append(*args))(
         kv, new, rows, rows).jaxpr)
-    assert not {"while", "scan", "cond"} & set(found)
-    writes = [name for name in found if name.startswith(("scatter", "dynamic_update_slice"))]
+    assert not {"while", "scan", "cond"} & set(actual)
+    writes = [name for name in actual if name.startswith(("scatter", "dynamic_update_slice"))]
     assert len(writes) == 2

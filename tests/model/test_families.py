@@ -44,10 +44,10 @@ def test_tensor_names_map_back(name: str) -> None:
 def test_family_by_module_and_name_round_trips(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("mine", ["MineForCausalLM"])
-    found = describe_source(str(directory), family=NAME)
-    assert found.arch == ARCH
+    actual = describe_source(str(directory), family=NAME)
+    assert actual.arch == ARCH
     wanted = pack(ARCH, tiny.random_tensors(ARCH, seed=3))
-    np.testing.assert_array_equal(found.params()["layers"][1]["attn_norm"],
+    np.testing.assert_array_equal(actual.params()["layers"][1]["attn_norm"],
                                   wanted["layers"][1]["attn_norm"])
 
 

@@ -94,5 +94,5 @@ def test_checkpoint_of_either_form_is_an_actor(tmp_path: Path, stacked: bool) ->
     with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
         checkpoints.save(1, {"actor": stored}, {})
     source = Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "")
-    found = Actor(source, tmp_path, 1).params(mesh)
-    equal(found, layers.arrange(PARAMS, stacked))
+    actual = Actor(source, tmp_path, 1).params(mesh)
+    equal(actual, layers.arrange(PARAMS, stacked))

@@ -40,9 +40,9 @@ from specrl_jax.model.weights import describe_source
 directory, address, process = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
 source = describe_source(directory)
-places = sharding.shardings(architecture.describe(source.arch), sharding.LEARNER_RULES,
+wanted = sharding.shardings(architecture.describe(source.arch), sharding.LEARNER_RULES,
                             sharding.make_mesh(MeshConfig(fsdp=2)))
-params = jax.block_until_ready(source.params(places))
+params = jax.block_until_ready(source.params(wanted))
 print(sum(shard.data.nbytes for a in jax.tree.leaves(params) for shard in a.addressable_shards),
       resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
@@ -63,9 +63,9 @@ def test_devices_hold_their_parts_of_one_model(tmp_path: Path, arch: Architectur
     export(tmp_path / "model", arch, pack(arch, tiny.random_tensors(arch, seed=3)),
            tiny.byte_tokenizer())
     source = describe_source(str(tmp_path / "model"))
-    places = placed(arch, mesh, stacked)
-    params = source.params(places)
-    assert jax.tree.all(jax.tree.map(lambda a, place: a.sharding == place, params, places))
+    wanted = placed(arch, mesh, stacked)
+    params = source.params(wanted)
+    assert jax.tree.all(jax.tree.map(lambda a, where: a.sharding == where, params, wanted))
     jax.tree.map(np.testing.assert_array_equal, layers.arrange(params, stacked=False),
                  source.params())
 

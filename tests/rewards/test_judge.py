@@ -76,9 +76,9 @@ def of(terms, answers, **options):
 
 def test_terms_are_weighted_and_told_one_by_one():
     composed = compose(("exact", "exact_only", f"{__name__}:length"), (1.0, 0.5, -0.25))
-    found = composed([("", "It is 73", EXAMPLE), ("", "73", EXAMPLE)])
-    assert found[0].terms == {"exact": 1, "exact_only": 0, f"{__name__}:length": 8}
-    assert [one.total for one in found] == [1 - 2, 1 + 0.5 - 0.5]
+    actual = composed([("", "It is 73", EXAMPLE), ("", "73", EXAMPLE)])
+    assert actual[0].terms == {"exact": 1, "exact_only": 0, f"{__name__}:length": 8}
+    assert [one.total for one in actual] == [1 - 2, 1 + 0.5 - 0.5]
 
 
 @pytest.mark.parametrize("terms, words", [
@@ -131,8 +131,8 @@ def test_latex_beyond_the_limit_is_wrong_and_is_told():
     told = []
     answers = [("", text, {"id": i, "answer": r"\frac{1}{2}"})
                for i, text in enumerate(("0.5", "$9^{9^{9^9}}$", r"$\frac{2}{4}$"))]
-    found = of(("latex",), answers, workers=1, seconds=0.5, warn=told.append)
-    assert [one.total for one in found] == [1, 0, 1]
+    actual = of(("latex",), answers, workers=1, seconds=0.5, warn=told.append)
+    assert [one.total for one in actual] == [1, 0, 1]
     assert told == ["1 of 3 answers count as wrong; the first: reward 'latex', example 1, answer "
                     "'$9^{9^{9^9}}$': took over reward.seconds = 0.5"]
 
@@ -176,12 +176,12 @@ def test_reward_whose_process_cannot_start_is_refused_in_a_line(
 def test_failing_answers_count_as_configured_and_are_marked():
     told, terms = [], (f"{__name__}:length", f"{__name__}:sometimes")
     answers = [("", text, EXAMPLE) for text in ("1", "bad", "nan", "22")]
-    found = compose(terms, (1.0, 2.0), on_failure="-0.5", warn=told.append)(answers)
-    assert [one.total for one in found] == [1 + 2, 3 - 1, 3 - 1, 2 + 2]
-    assert [list(one.failures) for one in found] == [[], [terms[1]], [terms[1]], []]
-    assert found[1].failures[terms[1]] == (
+    actual = compose(terms, (1.0, 2.0), on_failure="-0.5", warn=told.append)(answers)
+    assert [one.total for one in actual] == [1 + 2, 3 - 1, 3 - 1, 2 + 2]
+    assert [list(one.failures) for one in actual] == [[], [terms[1]], [terms[1]], []]
+    assert actual[1].failures[terms[1]] == (
         f"reward {terms[1]!r}, example 7, answer 'bad': ValueError: bad")
-    assert told == [f"2 of 4 answers count as -0.5; the first: {found[1].failures[terms[1]]}"]
+    assert told == [f"2 of 4 answers count as -0.5; the first: {actual[1].failures[terms[1]]}"]
 
 
 def sometimes(prompt, completion, example):
@@ -194,11 +194,11 @@ def sometimes(prompt, completion, example):
 def test_answers_that_hang_or_kill_a_worker_count_as_configured():
     told, terms = [], (f"{__name__}:stuck_in_c", f"{__name__}:dies_of_it")
     answers = [("", text, EXAMPLE) for text in ("1", "stuck", "2", "die", "3", "grow")]
-    found = of(terms, answers, workers=2, seconds=0.5, on_failure="0", warn=told.append)
-    assert [one.total for one in found] == [2, 1, 2, 1, 2, 1] and len(told) == 2
-    assert "took over reward.seconds = 0.5" in found[1].failures[terms[0]]
-    assert "ended its process with status 3" in found[3].failures[terms[1]]
-    assert "needs over 4 GiB" in found[5].failures[terms[1]]
+    actual = of(terms, answers, workers=2, seconds=0.5, on_failure="0", warn=told.append)
+    assert [one.total for one in actual] == [2, 1, 2, 1, 2, 1] and len(told) == 2
+    assert "took over reward.seconds = 0.5" in actual[1].failures[terms[0]]
+    assert "ended its process with status 3" in actual[3].failures[terms[1]]
+    assert "needs over 4 GiB" in actual[5].failures[terms[1]]
 
 
 def dies_of_it(prompt, completion, example):
@@ -236,8 +236,8 @@ def test_batched_reward_gets_all_answers_in_this_process():
     terms = (f"{__name__}:length", f"{__name__}:shares")
     made = compose(terms, (0.0, 1.0), workers=1)
     assert made.whole and not compose(terms[:1], (1.0,)).whole
-    found = compose(terms[1:], (1.0,))([("", x, EXAMPLE) for x in "aab"])
-    assert [one.total for one in found] == [2 / 3, 2 / 3, 1 / 3]
+    actual = compose(terms[1:], (1.0,))([("", x, EXAMPLE) for x in "aab"])
+    assert [one.total for one in actual] == [2 / 3, 2 / 3, 1 / 3]
     assert made([]) == []
 
 
@@ -249,6 +249,6 @@ def test_batched_reward_that_fails_stops_or_counts(said, words):
     answers = [("", x, EXAMPLE) for x in ("a", said, "a")]
     with pytest.raises(judge.RewardError, match=words):
         of((f"{__name__}:shares",), answers)
-    found = of((f"{__name__}:shares",), answers, on_failure="3")
-    assert found[1].total == 3 and all(words in x for x in found[1].failures.values())
-    assert found[0].total == (2 / 3 if said == "nan" else 3)
+    actual = of((f"{__name__}:shares",), answers, on_failure="3")
+    assert actual[1].total == 3 and all(words in x for x in actual[1].failures.values())
+    assert actual[0].total == (2 / 3 if said == "nan" else 3)

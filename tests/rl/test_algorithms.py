@@ -58,9 +58,9 @@ DIFFERS = {"grpo": (False, False), "dr_grpo": (True, True), "dapo": (True, True)
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_updates_differ_from_those_of_grpo_as_intended(name: str) -> None:
-    found = [not np.allclose(direction(name, at), direction("grpo", at), atol=1e-5)
-             for at in (OLD, MOVED)]
-    assert tuple(found) == DIFFERS[name]
+    actual = [not np.allclose(direction(name, at), direction("grpo", at), atol=1e-5)
+              for at in (OLD, MOVED)]
+    assert tuple(actual) == DIFFERS[name]
 
 
 def config_of(name: str, **more: Any) -> Config:
@@ -73,9 +73,9 @@ def config_of(name: str, **more: Any) -> Config:
 def steps(config: Config, count: int = 2) -> tuple[list[Any], list[Any], Any]:
     """Metrics and tokens of some steps, and the last weights."""
     trainer = stepping(config, head_dim=16)  # as model.numerics=invariant needs
-    found = [trainer.step() for _ in range(count)]
-    tokens = [[s["tokens"] for s in samples] for _, samples in found]
-    return [m for m, _ in found], tokens, trainer.params
+    actual = [trainer.step() for _ in range(count)]
+    tokens = [[s["tokens"] for s in samples] for _, samples in actual]
+    return [m for m, _ in actual], tokens, trainer.params
 
 
 VARIANTS = [

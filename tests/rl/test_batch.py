@@ -34,14 +34,14 @@ def test_batch_holds_each_response_with_its_context(layout: Layout) -> None:
     batch, totals = make_batch(rollout, advantage, 0.5, layout, False)
     assert totals.tokens == rollout.length.sum() == batch.length.sum()
     assert totals.sequences == (rollout.length > 0).sum()
-    found = {}
+    actual = {}
     for at in zip(*np.nonzero(batch.advantage), strict=True):
         row, start, length = at[:2], batch.start[at], batch.length[at]
         read = [context(batch, row, c) for c in batch.predicted_at[row][start : start + length]]
-        found[batch.advantage[at]] = (batch.response[row][start : start + length].tolist(),
-                                      batch.rollout_logprob[row][start : start + length], read)
-    assert sorted(found) == advantage.tolist() and (batch.temperature == 0.5).all()
-    for i, (response, logprob, read) in enumerate(found[a] for a in advantage):
+        actual[batch.advantage[at]] = (batch.response[row][start : start + length].tolist(),
+                                       batch.rollout_logprob[row][start : start + length], read)
+    assert sorted(actual) == advantage.tolist() and (batch.temperature == 0.5).all()
+    for i, (response, logprob, read) in enumerate(actual[a] for a in advantage):
         n, p = rollout.length[i], rollout.prompt_length[i]
         assert response == rollout.tokens[i, :n].tolist()
         np.testing.assert_array_equal(logprob, rollout.raw_logprob[i, :n])

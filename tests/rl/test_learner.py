@@ -237,27 +237,27 @@ def test_losses_ignore_packing_where_ratios_differ(
     config = config_of(loss=loss, normalize="sequence", clip_low=0.5, clip_high=0.5)
     noise = np.random.default_rng(0).normal(size=rollout.raw_logprob.shape).astype(np.float32)
     moved = rollout.replace(raw_logprob=rollout.raw_logprob + noise)  # old ones, packed alike
-    found = []
+    actual = []
     for rows, k, columns in ((12, 1, 0), (2, 2, 100)):
         batch, totals = batch_of(moved, rows, True, k, columns=columns)
         new, metrics = update(config)(state_of(params, config), batch, totals,
                                       batch.rollout_logprob, None)
         assert metrics["policy/ratio_max"] > metrics["policy/ratio_mean"] > 0.5
-        found.append(moments(new.optimizer))
-    assert_close(*found)
+        actual.append(moments(new.optimizer))
+    assert_close(*actual)
 
 
 def test_minibatches_divide_by_their_own_tokens(params: Any, rollout: Rollout) -> None:
-    found = []
+    actual = []
     for i in range(2):
         part, mine = part_of(rollout, i, 2), np.array_split(ADVANTAGE, 2)[i]
         batch, totals = batch_of(part, 4, True, advantage=mine)
         assert totals.tokens == part.length.sum() == batch.length.sum() < rollout.length.sum()
-        found.append(jax.tree.map(lambda g, n=totals.tokens: g * n, gradients(
+        actual.append(jax.tree.map(lambda g, n=totals.tokens: g * n, gradients(
             params, batch, totals)[0]))
     whole, totals = batch_of(rollout, 4, True)
     want = jax.tree.map(lambda g: g * totals.tokens, gradients(params, whole, totals)[0])
-    assert_close(jax.tree.map(jnp.add, *found), want)
+    assert_close(jax.tree.map(jnp.add, *actual), want)
 
 
 @pytest.mark.ci

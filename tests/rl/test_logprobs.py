@@ -34,11 +34,11 @@ def test_scores_and_gradients_equal_those_of_whole_logits(chunk: int) -> None:
         return token_logprobs(*args, jnp.int32(N), chunk=chunk)
 
     args, weight = inputs(), np.random.default_rng(1).standard_normal((2, N))
-    for found, want in zip(chunked(*args), whole(*args), strict=True):
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-    found, want = (jax.grad(objective(scores, weight), (0, 1))(*args)
-                   for scores in (chunked, whole))
-    for a, b in zip(found, want, strict=True):
+    for actual, want in zip(chunked(*args), whole(*args), strict=True):
+        np.testing.assert_allclose(actual, want, rtol=1e-5, atol=1e-5)
+    actual, want = (jax.grad(objective(scores, weight), (0, 1))(*args)
+                    for scores in (chunked, whole))
+    for a, b in zip(actual, want, strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
 
 

@@ -71,13 +71,13 @@ def test_merged_weights_equal_the_products_beside_them(targets: tuple[str, ...])
 def test_merged_matrix_is_w_plus_alpha_over_rank_b_a() -> None:
     adapters = some_adapters(OPTIONS)
     layer, pair = weights()["layers"][1], adapters["layers"][1]
-    found = merged(OPTIONS, weights(), adapters)["layers"][1]
+    actual = merged(OPTIONS, weights(), adapters)["layers"][1]
     want = layer["down"] + 6 / 2 * pair["down_proj"]["b"] @ pair["down_proj"]["a"]
-    np.testing.assert_allclose(found["down"], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual["down"], want, rtol=1e-5, atol=1e-6)
     key = (pair["k_proj"]["b"].reshape(-1, 2) @ pair["k_proj"]["a"]).reshape(2, 4, 16)
-    np.testing.assert_allclose(found["qkv"][:, ARCH.group], layer["qkv"][:, ARCH.group] + 3 * key,
+    np.testing.assert_allclose(actual["qkv"][:, ARCH.group], layer["qkv"][:, ARCH.group] + 3 * key,
                                rtol=1e-5, atol=1e-6)
-    assert found["qkv_bias"] is layer["qkv_bias"]
+    assert actual["qkv_bias"] is layer["qkv_bias"]
 
 
 def test_stacked_layers_compute_the_same() -> None:
@@ -125,10 +125,10 @@ def test_update_trains_adapters_and_publishes_merged(steps: Any) -> None:
     trainer, rollout, _ = steps
     before = jax.tree.map(np.asarray, trainer.policy.frozen.base)
     for _ in range(2):  # the first moves B alone, because it is zero
-        found: dict[str, Any] = {}
-        assert counting(lambda out=found: out.update(
+        actual: dict[str, Any] = {}
+        assert counting(lambda out=actual: out.update(
             trainer.learn(rollout, advantages(trainer.config)))) == 0
-        assert found["applied"] == 1 and found["grad_norm"] > 0
+        assert actual["applied"] == 1 and actual["grad_norm"] > 0
     assert all(np.any(leaf) for leaf in jax.tree.leaves(trainer.params))
     jax.tree.map(np.testing.assert_array_equal, trainer.policy.frozen.base, before)
     want = merged(LEARNER, trainer.policy.frozen.base, trainer.params)
@@ -229,13 +229,14 @@ def test_options_of_the_learner_go_with_adapters(fields: dict[str, Any]) -> None
 
 @pytest.mark.ci
 def test_adapters_on_a_mesh_learn_what_one_device_does() -> None:
-    found = []
+    actual = []
     for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
         trainer = stepping(micro_config(learner=LEARNER, mesh=mesh))
         rollout, _ = trainer.rollout()
         trainer.learn(rollout, advantages(trainer.config))
-        found.append((rollout.tokens, jax.tree.map(np.asarray, trainer.params)))
-    np.testing.assert_array_equal(found[0][0], found[1][0])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found[0][1], found[1][1])
+        actual.append((rollout.tokens, jax.tree.map(np.asarray, trainer.params)))
+    np.testing.assert_array_equal(actual[0][0], actual[1][0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), actual[0][1],
+                 actual[1][1])
     gate = trainer.params["layers"][0]["gate_proj"]
     assert gate["a"].sharding.spec[1] == "fsdp" and gate["b"].sharding.spec[0] == "tensor"

@@ -33,13 +33,13 @@ def weights() -> dict[str, Any]:
 
 
 def steps(optimizer: optax.GradientTransformation, params: Any, count: int = 2) -> list[Any]:
-    state, found = optimizer.init(params), []
+    state, actual = optimizer.init(params), []
     for i in range(count):
         grads = jax.tree.map(lambda p, i=i: jnp.sin(p + i), params)
         updates, state = optimizer.update(grads, state, params)
-        found.append(updates)
+        actual.append(updates)
         params = optax.apply_updates(params, updates)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,9 +74,9 @@ def test_state_lies_split_as_far_as_it_is_like_parameters(name: str) -> None:
         optimizer=name, micro_batch=16))
     trainer = stepping_to_compile(config)
     leaves = jax.tree.leaves(trainer.state.learner.optimizer)
-    places = {a.shape: a.sharding.is_fully_replicated for a in leaves}
+    replicated = {a.shape: a.sharding.is_fully_replicated for a in leaves}
     like = [a.shape for a in jax.tree.leaves(trainer.params) if a.ndim > 1]
-    assert not any(places[shape] for shape in like) and places[()]  # counts are everywhere
+    assert not any(replicated[shape] for shape in like) and replicated[()]  # counts are everywhere
     a = max(leaves, key=lambda a: a.size)
     assert a.addressable_shards[0].data.size * 4 == a.size
 

@@ -21,6 +21,6 @@ def test_layout_of_an_accelerator_changes_no_token(bench: Any, platform: str) ->
         platform=platform)
     params = layers.arrange(bench.params, stacked=FORMS[platform])
     engine.compile(params)
-    found = roll_out(engine, params, ask(bench.task, seed=1), rounds=3)
-    assert found.counters["drafted"] > 0
-    assert_same(plain, found)
+    actual = roll_out(engine, params, ask(bench.task, seed=1), rounds=3)
+    assert actual.counters["drafted"] > 0
+    assert_same(plain, actual)

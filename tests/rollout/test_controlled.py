@@ -135,9 +135,9 @@ def test_measured_launches_are_those_of_points(
     assert len(ran) == len(wanted) + 2 * warm_ups
     assert all(asked == done for *_, asked, done in ran)
     assert (costs.verify > 0).all()
-    found = profile.stored(engine, str(file), {})
-    assert found is not None
-    jax.tree.map(np.testing.assert_array_equal, found, costs)
+    actual = profile.stored(engine, str(file), {})
+    assert actual is not None
+    jax.tree.map(np.testing.assert_array_equal, actual, costs)
     assert profile.stored(engine, str(file), {"drafter": "other"}) is None
     assert profile.stored(engine, str(file), {}, since=2e10) is None
     monkeypatch.setattr(engine, "decoder", dataclasses.replace(engine.decoder, invariant=True))
@@ -202,9 +202,9 @@ def test_costs_replace_a_fresh_controllers_and_keep_a_resumed_ones(
 @pytest.mark.parametrize("corruption", [0.0, 0.5, 1.0])
 def test_tokens_are_those_of_plain_decoding(budget: Controlled, plain: Result, corruption: float
                                             ) -> None:
-    found, before = [], budget.speculation
-    assert counting(lambda: found.append(run(budget, plain, corruption))) == 0
-    assert streams(found[0]) == streams(plain)
+    actual, before = [], budget.speculation
+    assert counting(lambda: actual.append(run(budget, plain, corruption))) == 0
+    assert streams(actual[0]) == streams(plain)
     assert jax.tree.map(np.shape, before) == jax.tree.map(np.shape, budget.speculation)
     assert not any(a.is_deleted() for a in jax.tree.leaves((before, budget.speculation))
                    if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
@@ -214,10 +214,10 @@ def test_tokens_are_those_of_plain_decoding(budget: Controlled, plain: Result, c
 @pytest.mark.parametrize("policy", ["fixed", "respec"])
 def test_tokens_are_the_same_under_every_policy(policy: str, plain: Result) -> None:
     engine = controlled(policy)
-    found = [run(engine, plain, 0.0)]
+    actual = [run(engine, plain, 0.0)]
     for corruption in (0.0, 0.5, 1.0):
-        assert counting(lambda c=corruption: found.append(run(engine, plain, c))) == 0
-        assert streams(found[-1]) == streams(plain)
+        assert counting(lambda c=corruption: actual.append(run(engine, plain, c))) == 0
+        assert streams(actual[-1]) == streams(plain)
 
 
 @pytest.mark.ci
@@ -235,10 +235,10 @@ def test_shards_decide_alike(plain: Result) -> None:
 def test_nothing_is_verified_beyond_a_limit(plain: Result) -> None:
     """Drafts at a row's end are never accepted, and would cost a larger bucket."""
     limit = np.minimum(TASK.response, 1 + np.arange(TASK.sequences) % 5)
-    found = run(controlled("fixed"), plain, 0.0, limit=limit)
-    assert streams(found) == [row[:n] for row, n in zip(streams(plain), limit, strict=True)]
-    assert found.counters["drafted"] == found.counters["accepted"] > 0
-    assert (found.sequences.rounds[limit <= 3] == 1).all(), "and nothing is missing"
+    actual = run(controlled("fixed"), plain, 0.0, limit=limit)
+    assert streams(actual) == [row[:n] for row, n in zip(streams(plain), limit, strict=True)]
+    assert actual.counters["drafted"] == actual.counters["accepted"] > 0
+    assert (actual.sequences.rounds[limit <= 3] == 1).all(), "and nothing is missing"
 
 
 @pytest.mark.parametrize("depth", [None, 2])
@@ -292,13 +292,13 @@ def test_jumping_loads_stall_and_compile_nothing(budget: Controlled, plain: Resu
     jumps, compiled, rounds, drafted = 3, 0, [], set()
     budget.start_again(dear(budget, (4,)))
     for depth in (None, 0):
-        found: list[Result] = []
+        actual: list[Result] = []
         for _ in range(jumps):
-            compiled += counting(lambda into=found, depth=depth: into.append(
+            compiled += counting(lambda into=actual, depth=depth: into.append(
                 run(budget, plain, 0.0, rounds=1, depth=depth, limit=limit)))
-        rounds.append([one.counters["rounds"] for one in found])
-        drafted |= {t.batch for one in found for t in one.trace if t.draft_rounds}
-        assert [streams(one) for one in found] == [
+        rounds.append([one.counters["rounds"] for one in actual])
+        drafted |= {t.batch for one in actual for t in one.trace if t.draft_rounds}
+        assert [streams(one) for one in actual] == [
             [row[:most] for row, most in zip(streams(plain), limit, strict=True)]] * jumps
     assert compiled == 0 and drafted == {2}
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))

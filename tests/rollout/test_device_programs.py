@@ -94,21 +94,21 @@ def no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def asks(jaxpr: Any) -> list[Any]:
     """What a GPU asks the host for: a list for each loop of unknown length, of what its body asks
     for, and the number of branches of each conditional."""
-    found: list[Any] = []
+    actual: list[Any] = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "while":
             assert not asks(equation.params["cond_jaxpr"].jaxpr)
-            found.append(asks(equation.params["body_jaxpr"].jaxpr))
+            actual.append(asks(equation.params["body_jaxpr"].jaxpr))
         elif equation.primitive.name == "cond":
             assert equation.params.get("branches_platforms") is None, "chosen while lowering"
             branches = equation.params["branches"]
-            found.append(len(branches))
+            actual.append(len(branches))
             for branch in branches:
-                found += asks(branch.jaxpr)
+                actual += asks(branch.jaxpr)
         else:
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-                found += asks(getattr(inner, "jaxpr", inner)) if is_jaxpr(inner) else []
-    return found
+                actual += asks(getattr(inner, "jaxpr", inner)) if is_jaxpr(inner) else []
+    return actual
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -157,7 +157,7 @@ def test_masked_rounds_draft_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
     masked = rolled_out()
     assert_same(branched, masked)
     assert branched.counters == masked.counters and branched.by_drafter == masked.by_drafter
-    assert all(found["drafted"] for found in branched.by_drafter.values())
+    assert all(actual["drafted"] for actual in branched.by_drafter.values())
 
 
 @pytest.mark.ci

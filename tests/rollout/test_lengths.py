@@ -19,5 +19,5 @@ def test_expected_lengths_trust_siblings_most() -> None:
 
 def test_expected_lengths_use_earlier_responses() -> None:
     past = np.asarray([[10, 10, 0], [45, 45, 45]])  # 0 is unknown
-    found = expected([0] * 4, [False] * 4, past)
-    assert found[0] == found[1] < found[2] == found[3] < 100
+    actual = expected([0] * 4, [False] * 4, past)
+    assert actual[0] == actual[1] < actual[2] == actual[3] < 100

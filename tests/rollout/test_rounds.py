@@ -29,7 +29,7 @@ class Spied:
     """Places a row of the rounds that ran, and how many trees were drafted."""
 
     def __init__(self) -> None:
-        self.places: list[int] = []
+        self.widths: list[int] = []
         self.trees = 0
 
     def drafter(self) -> Drafter:
@@ -43,7 +43,7 @@ class Spied:
         def observe(params: Any, state: Any, frontier: Any, verdict: Any, path: Any) -> Any:
             width = verdict.tokens.shape[1]
             assert path.kv.shape[0] == verdict.path.shape[1] == width
-            jax.debug.callback(lambda: self.places.append(width))
+            jax.debug.callback(lambda: self.widths.append(width))
             return state
 
         return inner._replace(propose=propose, observe=observe)
@@ -71,14 +71,14 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
                          batch=BATCH, max_packed=most)
     engine.compile(PARAMS)
     for steps, wider in ran.items():
-        spy.places, spy.trees = [], 0
+        spy.widths, spy.trees = [], 0
         result = roll_out(engine, PARAMS, ask(TASK),
                           control=protocol.make_spec(steps, NODES, NODES, 0))
         jax.effects_barrier()
         assert streams(result) == plain
         drafts = steps > 0 and most > BATCH
-        assert len(spy.places) == result.counters["rounds"] > 0
-        assert set(spy.places) == {DEPTH + 1 if drafts else 1}
+        assert len(spy.widths) == result.counters["rounds"] > 0
+        assert set(spy.widths) == {DEPTH + 1 if drafts else 1}
         assert spy.trees == (result.counters["rounds"] if drafts else 0)
         assert (result.counters["packed"] > result.counters["slots"]) == wider
 
@@ -123,7 +123,7 @@ def test_plan_stands_for_plain_rounds_until_a_row_ends(
     jax.effects_barrier()
     assert streams(result) == plain
     ran = [int(rounds) for rounds, *_ in seen]
-    assert sum(ran) == result.counters["rounds"] == len(spy.places)
+    assert sum(ran) == result.counters["rounds"] == len(spy.widths)
     assert max(ran) == min(valid_for, 8)
     committed = np.asarray([count.sum() for _, count, _ in seen])
     assert committed.sum() == result.counters["committed"]

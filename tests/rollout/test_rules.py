@@ -96,8 +96,8 @@ def rollouts(rule: str, setting: str = "plain") -> list[Result]:
 def logits() -> tuple[np.ndarray, np.ndarray]:
     """After the prompt f32[24], and after each first token f32[24, 24], by plain forwards."""
     rows = jnp.asarray([[*TASK.prompts[0], first] for first in range(24)])
-    found = np.asarray(forward(ARCH, params(), rows, jnp.full(24, 4)))
-    return found[0, 2], found[:, 3]
+    actual = np.asarray(forward(ARCH, params(), rows, jnp.full(24, 4)))
+    return actual[0, 2], actual[:, 3]
 
 
 @functools.cache
@@ -158,8 +158,8 @@ def test_controller_cannot_choose_by_drawn_tokens() -> None:
         ARCH, TASK, batch=30, controller=fixed.fixed()._replace(prune=peeking),
         rule="rejection_drawn", max_packed=120, drafter=engine.decoder.drafter, truncates=True)
     other.compile(params(), own)
-    found = roll_out(other, params(), ask(TASK, 0), own, control=control(other))
-    assert streams(found) == streams(rollouts("rejection_drawn")[0])
+    actual = roll_out(other, params(), ask(TASK, 0), own, control=control(other))
+    assert streams(actual) == streams(rollouts("rejection_drawn")[0])
 
 
 @pytest.mark.ci

@@ -16,8 +16,7 @@ from specrl_jax.model.export import export
 from specrl_jax.model.tiny import TINY
 from specrl_jax.model.weights import describe_source
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.runtime import compilation, files
-from specrl_jax.runtime import paths as places
+from specrl_jax.runtime import compilation, files, paths
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.run import train
@@ -25,7 +24,7 @@ from specrl_jax.training.run import train
 
 @pytest.mark.parametrize("text", ["gs://bucket/run", "s3://x", "https://host/x", "hdfs:/x"])
 @pytest.mark.parametrize("ask", [
-    places.local_path, places.output_file, places.output_directory,
+    paths.local_path, paths.output_file, paths.output_directory,
     lambda field, value: train(load_config("tiny"), value),
     lambda field, value: train(load_config("tiny"), Path(value)),
     lambda field, value: cost_file.check_place(value)])
@@ -77,18 +76,18 @@ def test_working_directory_is_no_model(field: str, read: Callable[[str], object]
 def test_home_is_found_and_odd_names_are_taken_as_they_are(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert places.local_path("x", "~/a") == tmp_path / "a"
+    assert paths.local_path("x", "~/a") == tmp_path / "a"
     for name in ("a b", "lr[1e-5]", "x%d_50%", "q?*", "a#b:c", "größe_数", "a~"):
-        assert places.output_directory("x", tmp_path / name) == tmp_path / name
+        assert paths.output_directory("x", tmp_path / name) == tmp_path / name
     with pytest.raises(ConfigError, match="x = '~nobody-of-this-name/a': .*write the whole path"):
-        places.local_path("x", "~nobody-of-this-name/a")
+        paths.local_path("x", "~nobody-of-this-name/a")
 
 
 @pytest.mark.parametrize("place", ["file/x", "file/a/b", "/proc/x/y", "/sys/x"])
 def test_directories_that_cannot_be_made_are_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     source = describe_source("random:tiny")
-    for ask in (lambda to: places.output_directory("--out", to),
+    for ask in (lambda to: paths.output_directory("--out", to),
                 lambda to: export(to, source.arch, source.params(), source.tokenizer)):
         with pytest.raises(ConfigError, match="out = .*; choose another place") as refused:
             ask(tmp_path / place)
@@ -104,7 +103,7 @@ def test_files_that_cannot_be_written_are_refused(place: str, words: str, tmp_pa
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
     with pytest.raises(ConfigError, match=f"--out = .*{words}"):
-        places.output_file("--out", tmp_path / place)
+        paths.output_file("--out", tmp_path / place)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
 
 
@@ -135,7 +134,7 @@ def test_file_that_takes_the_temporary_name_is_a_line(tmp_path: Path) -> None:
 def test_failed_export_leaves_nothing_behind(
         error: BaseException, kind: type, tmp_path: Path) -> None:
     with pytest.raises(kind):
-        with places.new_directory("--out", tmp_path / "a" / "b") as partial:
+        with paths.new_directory("--out", tmp_path / "a" / "b") as partial:
             (partial / "half").touch()
             raise error
     assert os.listdir(tmp_path) == []
@@ -144,9 +143,9 @@ def test_failed_export_leaves_nothing_behind(
 def test_failed_export_leaves_that_of_another(tmp_path: Path) -> None:
     """Both make the directory above, and one is complete before the other fails."""
     with pytest.raises(KeyboardInterrupt):
-        with places.new_directory("--out", tmp_path / "exports" / "a" / "b") as partial:
+        with paths.new_directory("--out", tmp_path / "exports" / "a" / "b") as partial:
             (partial / "half").touch()
-            with places.new_directory("--out", tmp_path / "exports" / "c") as other:
+            with paths.new_directory("--out", tmp_path / "exports" / "c") as other:
                 (other / "whole").touch()
             raise KeyboardInterrupt
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
@@ -161,17 +160,17 @@ def test_empty_directory_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path / "real")
     before, parent = os.stat("."), os.stat("..")
     for place in (".", tmp_path / "real", tmp_path / "link"):
-        with places.new_directory("--out", place) as partial:
+        with paths.new_directory("--out", place) as partial:
             (partial / "x").write_text("whole")
             (partial / "y").mkdir()
         assert sorted(os.listdir(".")) == ["x", "y"] and Path("x").read_text() == "whole"
         Path("x").unlink()
         Path("y").rmdir()
-        with pytest.raises(ValueError), places.new_directory("--out", place) as partial:
+        with pytest.raises(ValueError), paths.new_directory("--out", place) as partial:
             (partial / "x").touch()
             raise ValueError
         with pytest.raises(ConfigError, match="another process has written there meanwhile"):
-            with places.new_directory("--out", place) as partial:
+            with paths.new_directory("--out", place) as partial:
                 (partial / "x").touch()
                 Path("theirs").touch()
         assert os.listdir(".") == ["theirs"]
@@ -184,23 +183,23 @@ def test_links_to_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for new in (True, False):
         with pytest.raises(ConfigError, match="--out = .*link': is a link to nothing; choose"):
-            places.output_directory("--out", tmp_path / "link", new=new)
+            paths.output_directory("--out", tmp_path / "link", new=new)
 
 
 def test_cache_that_cannot_be_written_is_done_without(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert places.user_cache("cost") is None and cost_file.path_of("", {"device": "x"}) is None
+    assert paths.user_cache("cost") is None and cost_file.path_of("", {"device": "x"}) is None
     asked: list[object] = []
     config = types.SimpleNamespace(jax_compilation_cache_dir=None, update=asked.append)
     monkeypatch.setattr(compilation, "jax", types.SimpleNamespace(config=config))
     compilation.use_persistent_cache()
     assert asked == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert places.user_cache("cost") == tmp_path / "cache" / "specrl_jax" / "cost"
-    found = cost_file.path_of("", {"device": "x"})
-    assert found is not None and found.parent == places.user_cache("cost")
+    assert paths.user_cache("cost") == tmp_path / "cache" / "specrl_jax" / "cost"
+    actual = cost_file.path_of("", {"device": "x"})
+    assert actual is not None and actual.parent == paths.user_cache("cost")
 
 
 @pytest.mark.parametrize("place", ["file/x.json", "/proc/x/t.json", "directory"])

@@ -23,7 +23,7 @@ VOCAB = 5
 
 
 class Shape(NamedTuple):
-    """A tree's nodes, root first, and the places of their ranks."""
+    """A tree's nodes, root first, and their ranks."""
 
     parent: tuple[int, ...]
     rank: tuple[int, ...]

@@ -21,7 +21,7 @@ from specrl_jax.draft.protocol import Drafter, DraftRequest, RolloutInfo
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
 
-V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
+V, F, ROWS, P, SLOTS = 24, 16, 4, 10, 48
 DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
 ACTOR = tiny_arch()
 ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, like=dataclasses.replace(
@@ -73,15 +73,15 @@ class Slots:
         self.drafter, self.params, self.compiled = compiled(*self.made, children, **shape)
         self.temperature = np.asarray(TEMPERATURE) * shape.get("temperature", 1.0)
         rng = np.random.default_rng(seed)
-        self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
-        self.thought = rng.standard_normal((ROWS, PLACES, F)).astype(np.float32)
+        self.said = rng.integers(0, V, (ROWS, SLOTS)).astype(np.int32)
+        self.thought = rng.standard_normal((ROWS, SLOTS, F)).astype(np.float32)
         # The head reads a feature of the token before the last.
         prompts = rng.integers(2, P + 1, ROWS) if self.drafter.taps else np.asarray([1, P, 4, 6])
         prompts = prompts.astype(np.int32)
         state = self.drafter.init(RolloutInfo(
             prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
-            past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,
-            cache=PLACES))
+            past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=SLOTS - P,
+            cache=SLOTS))
         self.state = jax.tree.map(jnp.asarray, state)
         self.born = prompts - 1
         self.context = self.born.copy()
@@ -173,8 +173,8 @@ def check_nodes(slots: "Slots", tree: DraftTree, logq: np.ndarray, *, vocab: np.
                 continue
             score = logq[b, above] + (0 if plain else noise)
             best = np.argsort(-score)[:BRANCH]
-            found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
-            np.testing.assert_array_equal(found, vocab[best])
+            actual = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
+            np.testing.assert_array_equal(actual, vocab[best])
             np.testing.assert_allclose(np.sort(tree.score_gap[b, below]),
                                        score[best[0]] - score[best], atol=2e-4)
 
@@ -195,7 +195,7 @@ PROCESSED = jax.jit(lambda weights, head, hidden, heat: jax.nn.log_softmax(
 def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     """Log-probabilities f32[B, N, Vd] after each live node, each path by a full forward."""
     nodes = tree.tokens.shape[1]
-    width = PLACES + DEPTH
+    width = SLOTS + DEPTH
     tokens = np.zeros((ROWS, nodes, width), np.int32)
     for b, n in np.ndindex(ROWS, nodes):
         whole = [*slots.said[b, : slots.context[b] + 1],

@@ -210,9 +210,9 @@ class Course:
         if self.hold is not None:
             return self.hold
         highest = (self.depth, self.nodes, self.nodes, 4 * self.nodes)
-        found = self.rng.integers((0, 1, 1, 0), highest, endpoint=True)
+        actual = self.rng.integers((0, 1, 1, 0), highest, endpoint=True)
         mix = self.rng.uniform(0.2, 1, self.parts).tolist()
-        return protocol.make_spec(*map(int, found), tuple(mix))
+        return protocol.make_spec(*map(int, actual), tuple(mix))
 
 
 def wandering(course: Course) -> Controller:
@@ -342,8 +342,8 @@ def stepping_to_compile(config: Config, **options: Any) -> Stepping:
 
 def moments(optimizer: Any) -> Any:
     """Adam's first moments: after one update from zero, (1 - b1) times the gradient."""
-    found = jax.tree.leaves(optimizer, is_leaf=lambda node: hasattr(node, "mu"))
-    return next(node for node in found if hasattr(node, "mu")).mu
+    actual = jax.tree.leaves(optimizer, is_leaf=lambda node: hasattr(node, "mu"))
+    return next(node for node in actual if hasattr(node, "mu")).mu
 
 
 def repeatable_metrics(workdir: File) -> list[dict[str, Any]]:

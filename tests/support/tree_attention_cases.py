@@ -80,10 +80,10 @@ def _jitted(case: Case, window: int | None, implementation: str | None, config: 
         config=None if config is None else dict(config))
 
 
-def assert_near(found: np.ndarray, wanted: np.ndarray, case: Case) -> None:
+def assert_near(actual: np.ndarray, wanted: np.ndarray, case: Case) -> None:
     """Equal up to the rounding of the case's dtype."""
     atol = TOLERANCE["tree_attention", str(case["q"].dtype)]
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=atol)
 
 
 def oracle(case: Case, window: int | None = None) -> np.ndarray:

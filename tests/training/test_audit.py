@@ -49,10 +49,10 @@ def test_scores_are_those_of_the_formula(temperature):
     cases *= 4  # more than one forward holds
     wanted = [noisy(*case, temperature) for case in cases]
     ranks = [np.argsort(-scores) for scores in wanted]
-    found = rulings([difference(*case, int(r[0]), int(r[1]))
-                     for case, r in zip(cases, ranks, strict=True)], temperature=temperature)
-    assert len(found) == 12
-    for ruling, scores, rank in zip(found, wanted, ranks, strict=True):
+    actual = rulings([difference(*case, int(r[0]), int(r[1]))
+                      for case, r in zip(cases, ranks, strict=True)], temperature=temperature)
+    assert len(actual) == 12
+    for ruling, scores, rank in zip(actual, wanted, ranks, strict=True):
         assert ruling.drawn == rank[0]
         assert ruling.score_a == pytest.approx(scores[rank[0]], abs=1e-4)
         assert ruling.gap == pytest.approx(scores[rank[0]] - scores[rank[1]], abs=1e-4)
@@ -101,10 +101,10 @@ def test_what_bfloat16_draws_otherwise_is_a_near_tie():
     differ = np.flatnonzero(drawn[0] != drawn[1])
     assert 0 < len(differ) < 20
     cases = [("abc", [], keys[i], int(drawn[0][i]), int(drawn[1][i])) for i in differ]
-    found = audit.recompute(ARCH, narrow, RolloutConfig(), SEED, encode,
-                            [difference(*case) for case in cases])
-    assert all(ruling.near_tie for ruling in found)
-    assert any(ruling.gap > 1e-4 for ruling in found)  # float32 would not have rounded so
+    actual = audit.recompute(ARCH, narrow, RolloutConfig(), SEED, encode,
+                             [difference(*case) for case in cases])
+    assert all(ruling.near_tie for ruling in actual)
+    assert any(ruling.gap > 1e-4 for ruling in actual)  # float32 would not have rounded so
 
 
 def test_ruling_on_truncated_token_is_a_real_difference():

@@ -57,9 +57,9 @@ def evaluations(workdir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.ci
 def test_evaluation_is_due_every_so_many_steps(whole: Path) -> None:
-    found = evaluations(whole)
-    assert [bool(row) for row in found] == [False, True] * 3
-    assert {"eval/accuracy", "eval/pass_at_2", "eval/pass_at_2_low"} <= found[1].keys()
+    actual = evaluations(whole)
+    assert [bool(row) for row in actual] == [False, True] * 3
+    assert {"eval/accuracy", "eval/pass_at_2", "eval/pass_at_2_low"} <= actual[1].keys()
     assert all(row["compilations"] == 0 for row in read_metrics(whole))
     assert all(find(name) for row in read_metrics(whole) for name in row)
 
@@ -86,15 +86,15 @@ def test_speculation_changes_no_evaluation(config: Config, whole: Path, tmp_path
 @pytest.mark.ci
 def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
         config: Config, whole: Path) -> None:
-    found = evaluations(whole)[1::2]
-    accuracy = [row["eval/accuracy"] for row in found]
+    actual = evaluations(whole)[1::2]
+    accuracy = [row["eval/accuracy"] for row in actual]
     best = 2 * accuracy.index(max(accuracy)) + 2
-    assert best_step(whole) == best == found[-1]["eval/best_step"]
+    assert best_step(whole) == best == actual[-1]["eval/best_step"]
     assert json.loads((whole / "best.json").read_text())["accuracy"] == max(accuracy)
     assert list_steps(whole / "checkpoints") == sorted({best, STEPS})
     again = metrics_of(evaluate(config, open_actor(config, whole, "best")))
     assert again.items() - {("eval/accept_length", again["eval/accept_length"])} <= (
-        found[best // 2 - 1].items())
+        actual[best // 2 - 1].items())
     assert 0 < max(accuracy) and min(accuracy) < 1
 
 

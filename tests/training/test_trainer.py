@@ -96,21 +96,21 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         rl=RLConfig(updates=updates)))
     rollout = made_up(trainer, np.random.default_rng(0))
     for useful in ([], [5]):
-        advantage, found = np.zeros((8, 2), np.float32), {}
+        advantage, actual = np.zeros((8, 2), np.float32), {}
         advantage[useful] = [1, -1]
         before = jax.tree.map(np.asarray, trainer.params)
-        assert counting(lambda a=advantage, out=found: out.update(
+        assert counting(lambda a=advantage, out=actual: out.update(
             trainer.learn(rollout, a.reshape(-1)))) == 0
         lengths = rollout.length.reshape(8, 2)
         if updates:  # the groups with an advantage, or the first one
-            assert found["rollout/logprob_gap_tokens"] == lengths[useful or [0]].sum()
-        assert lengths[0].sum() <= found["rollout/logprob_gap_tokens"] < rollout.length.sum()
-        assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
-        assert found["applied"] == 1
+            assert actual["rollout/logprob_gap_tokens"] == lengths[useful or [0]].sum()
+        assert lengths[0].sum() <= actual["rollout/logprob_gap_tokens"] < rollout.length.sum()
+        assert 0 < actual["rollout/logprob_gap"] <= actual["rollout/logprob_gap_max"]
+        assert actual["applied"] == 1
         jax.tree.map(np.testing.assert_array_equal, trainer.published, trainer.params)
         changed = bool(updates and useful)
         same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.params))
-        assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+        assert (actual["loss"] != 0) == changed != all(jax.tree.leaves(same))
 
 
 @pytest.mark.ci

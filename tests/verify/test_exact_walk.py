@@ -57,10 +57,10 @@ def ranks(parent: tuple[int, ...]) -> list[int]:
 
 def prefixes(parent: tuple[int, ...], tokens: list[int]) -> list[Prefix]:
     """Each node's tokens from below the root to itself."""
-    found: list[Prefix] = [()]
+    actual: list[Prefix] = [()]
     for i in range(1, len(parent)):
-        found.append((*found[parent[i]], tokens[i]))
-    return found
+        actual.append((*actual[parent[i]], tokens[i]))
+    return actual
 
 
 def independent(distributions: list[np.ndarray], levels: list[int]

@@ -145,8 +145,8 @@ def of_default_settings(quality: str) -> World:
     return world(quality)._replace(logp=logp.reshape(len(SETTINGS), VOCAB + 1, VOCAB))
 
 
-def found(rule: Rule, shape: Shape, w: World,
-          order_of: Callable[[Array, Array], Array] = sampled) -> int:
+def count_wrong(rule: Rule, shape: Shape, w: World,
+                order_of: Callable[[Array, Array], Array] = sampled) -> int:
     """How many of the 13 settings the end-to-end check finds wrong."""
     def one_operation_at_a_time(r: Round) -> tuple[Array, Array]:
         with jax.disable_jit():  # compiling each broken rule would take longer
@@ -161,7 +161,7 @@ def found(rule: Rule, shape: Shape, w: World,
     (point_masses_cut_by_what_was_drawn, CHAIN, sampled)])
 def test_right_rules_pass(rule: Rule, shape: Shape, order_of: Callable[[Array, Array], Array]
                           ) -> None:
-    assert found(rule, shape, world("decent"), order_of) == 0
+    assert count_wrong(rule, shape, world("decent"), order_of) == 0
 
 
 @pytest.mark.parametrize("rule,shape,quality", [
@@ -175,16 +175,16 @@ def test_right_rules_pass(rule: Rule, shape: Shape, order_of: Callable[[Array, A
     (by_walk(lossy.lenient), CHAIN, "decent"),
     (by_walk(lossy.typical), CHAIN, "decent")])
 def test_broken_rules_are_noticed(rule: Rule, shape: Shape, quality: str) -> None:
-    assert found(rule, shape, world(quality)) >= 6
+    assert count_wrong(rule, shape, world(quality)) >= 6
 
 
 def test_top_children_with_the_real_q_are_noticed() -> None:
     """Deterministic children are not drawn from q: tested with p / q they come too often."""
-    assert found(right, TREE, world("decent"), order_of=top) >= 6
+    assert count_wrong(right, TREE, world("decent"), order_of=top) >= 6
 
 
 def test_default_settings_for_the_target_are_noticed() -> None:
-    assert found(right, CHAIN, of_default_settings("decent")) == 12  # all but the default itself
+    assert count_wrong(right, CHAIN, of_default_settings("decent")) == 12  # all but the default
 
 
 def test_match_is_immune_to_peeking() -> None:

@@ -99,7 +99,7 @@ def test_walk_ignores_dead_nodes_and_their_numbering() -> None:
     again = WALK(dirty, *(np.where(tree.live[..., None], a, np.nan) for a in (logp, logq)), *rest)
     for one, other in zip((path, emitted, count), again, strict=True):
         np.testing.assert_array_equal(one, other)
-    order = np.asarray([0, 2, 1, 4, 3])  # siblings change places, ranks do not
+    order = np.asarray([0, 2, 1, 4, 3])  # siblings swap indices, ranks do not
     renumbered = tree.replace(parent=np.argsort(order).astype(np.int32)[tree.parent])
     moved = jax.tree.map(lambda a: a[:, order], (renumbered, logp, logq))
     path_, emitted_, count_ = map(np.asarray, WALK(*moved, *rest))

@@ -66,11 +66,11 @@ def check(logits: np.ndarray, settings: list[tuple[float, int, float]]) -> None:
     for w, (t, k, p) in enumerate(settings):
         want = ProcessedDistribution(logits[:, w], t, k, p)
         token = int(np.argmax(want.raw if t == 0 else want.logprob + noise[w]))
-        found = f"temperature {t}, top_k {k}, top_p {p}"
-        assert int(got.token[w]) == token, found
+        actual = f"temperature {t}, top_k {k}, top_p {p}"
+        assert int(got.token[w]) == token, actual
         np.testing.assert_allclose(
             [got.logprob[w], got.raw_logprob[w], got.top_p_mass[w]],
-            [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=2e-5, err_msg=found)
+            [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=2e-5, err_msg=actual)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -171,13 +171,13 @@ def test_min_p_draws_and_weighs_what_the_reference_keeps(
     heat, key = np.full(width, 0.8, np.float32), np.arange(2 * width).reshape(width, 2)
     position = np.arange(width)
     with no_device(platform):
-        found = jax.jit(functools.partial(sampling.draw, min_p=min_p))(
+        actual = jax.jit(functools.partial(sampling.draw, min_p=min_p))(
             logits, heat, full(top_k, width, np.int32), full(top_p, width, np.float32),
             jnp.asarray(key, jnp.uint32), position)
     noise = np.asarray(gumbel(jnp.asarray(key, jnp.uint32), position, jnp.arange(vocab)))
     for i in range(width):
-        assert found.token[i] == reference.draw(logits[:, i], noise[i], 0.8, top_k, top_p, min_p)
+        assert actual.token[i] == reference.draw(logits[:, i], noise[i], 0.8, top_k, top_p, min_p)
     mass = np.exp((logits - logits.max(0)) / np.float32(0.8))
     if top_k == 0 and top_p == 1:
-        np.testing.assert_allclose(found.top_p_mass, np.where(mass >= min_p, mass, 0).sum(0)
+        np.testing.assert_allclose(actual.top_p_mass, np.where(mass >= min_p, mass, 0).sum(0)
                                    / mass.sum(0), rtol=1e-5)

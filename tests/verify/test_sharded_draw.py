@@ -35,13 +35,13 @@ def sharded(mesh: tuple[int, int, int], truncates: bool, vocab: int) -> Callable
     """The draw as a launch runs it: manual over the rows, the vocabulary split over `tensor`."""
     made = sharding.make_mesh(MeshConfig(*mesh))
     place = [sharding.spec_of((vocab, WIDTH), ("vocab", None), sharding.ROLLOUT_RULES, made)]
-    places = [NamedSharding(made, spec) for spec in [P(place[0][0], sharding.ROWS), *[ROWS] * 5]]
+    wanted = [NamedSharding(made, spec) for spec in [P(place[0][0], sharding.ROWS), *[ROWS] * 5]]
     mapped = jax.shard_map(
         lambda logits, heat, top_k, top_p, *noise: sampling.draw(
             logits, heat, *((top_k, top_p) if truncates else (None, None)), *noise), mesh=made,
         in_specs=(P(None, sharding.ROWS), *[ROWS] * 5), out_specs=ROWS, check_vma=False,
         axis_names=set(sharding.ROWS))
-    return jax.jit(mapped, in_shardings=places)
+    return jax.jit(mapped, in_shardings=wanted)
 
 
 @MESHES

@@ -30,7 +30,7 @@ def _draw(logits: np.ndarray, temperature: np.ndarray, key: np.ndarray, position
           edge: np.ndarray, last: np.ndarray, kept_mass: np.ndarray, count: int
           ) -> tuple[np.ndarray, ...]:
     """(token, perturbed, logprob, raw_logprob) of `count` tokens at each position."""
-    found = []
+    draws = []
     for w in range(len(logits)):
         row, ids = logits[w].astype(np.float32), np.arange(logits.shape[1])
         inverse = np.float32(1) / (temperature[w] or np.float32(1))
@@ -46,9 +46,9 @@ def _draw(logits: np.ndarray, temperature: np.ndarray, key: np.ndarray, position
         logprob = np.where(kept[best], raw[best] - np.log(float(kept_mass[w])), -np.inf)
         if temperature[w] == 0:
             logprob = np.where(np.arange(count) == 0, 0.0, -np.inf)
-        found.append((best, perturbed[best], logprob, raw[best]))
+        draws.append((best, perturbed[best], logprob, raw[best]))
     return tuple(np.stack(x).astype(dtype) for x, dtype in zip(
-        zip(*found, strict=True), (np.int32, np.float32, np.float32, np.float32), strict=True))
+        zip(*draws, strict=True), (np.int32, np.float32, np.float32, np.float32), strict=True))
 
 
 def _gumbel(key: np.ndarray, position: int, ids: np.ndarray) -> np.ndarray:

@@ -68,8 +68,8 @@ def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
     if steps == 1:
         total, (rank, token) = chunk(total, jnp.int32(0))
     else:
-        total, found = jax.lax.scan(chunk, total, jnp.arange(steps))
-        rank, token = (jnp.moveaxis(x, 0, 1).reshape(len(logits), -1) for x in found)
+        total, best = jax.lax.scan(chunk, total, jnp.arange(steps))
+        rank, token = (jnp.moveaxis(x, 0, 1).reshape(len(logits), -1) for x in best)
         rank, token = lowest(rank, token, count)
     # Not a number anywhere in a row: nothing is equal to its lowest rank.
     token = jnp.where(token < first + vocab, token, first).astype(jnp.int32)
@@ -100,10 +100,10 @@ def _best_of_all(axis: str, total: jax.Array, rank: jax.Array, token: jax.Array,
     of_row = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)  # noqa: E731
     ranks, scores, tokens = of_row(ranks), of_row(scores), of_row(tokens)
     best, chosen = lowest(ranks, tokens, token.shape[1])
-    found = chosen[:, :, None] == tokens[:, None]
-    chosen = jnp.where(found.any(2), chosen, 0)  # a row with something that is no number
+    matches = chosen[:, :, None] == tokens[:, None]
+    chosen = jnp.where(matches.any(2), chosen, 0)  # a row with something that is no number
     return (numbers[..., 0].sum(0), best, chosen,
-            jnp.where(found, scores[:, None], -jnp.inf).max(2))
+            jnp.where(matches, scores[:, None], -jnp.inf).max(2))
 
 
 def lowest(rank: jax.Array, token: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

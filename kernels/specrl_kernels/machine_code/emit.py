@@ -128,7 +128,11 @@ class Function:
     def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], Any]
              ) -> None:
         """Emits `for i in range(start, stop, step): body(i)`."""
-        self.loop(start, stop, step, [], lambda i, _: (body(i), [])[1])
+        def discard(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            body(i)
+            return carried
+
+        self.loop(start, stop, step, [], discard)
 
     def sums(self, vectors: list[ir.Value]) -> list[ir.Value]:
         """Returns the sum of each vector's lanes: halves are added until one lane is left.

@@ -56,17 +56,17 @@ class Shape:
         return self.kv_heads * self.group_blocks
 
     @property
-    def tree_places(self) -> int:
+    def tree_width(self) -> int:
         return -(-self.nodes // LANES) * LANES
 
     @property
-    def places(self) -> int:
+    def scores_width(self) -> int:
         """Scores of one head: the cache's, the tree's, and a vector beyond."""
-        return sum(self.segments) + self.tree_places + LANES
+        return sum(self.segments) + self.tree_width + LANES
 
 
 OPERANDS = ("q", "row", "node", "tree_k", "tree_v", "parent", "length", "slot")
-"""f32[W, H, E] scaled; i32[W] twice; f32[B, G, E, n'] with n' = tree_places; f32[B, G, n, E];
+"""f32[W, H, E] scaled; i32[W] twice; f32[B, G, E, n'] with n' = tree_width; f32[B, G, n, E];
 i32[B, n]; i32[B] twice. Segments follow: keys f32[slots, G, E, s], values f32[slots, G, s, E]."""
 
 
@@ -102,10 +102,10 @@ class _Unit:
         half = len(shape.segments)
         self.caches = list(zip(caches[:half], caches[half:], shape.segments, strict=True))
         self.out = data[-1]
-        h, floats = shape.together, shape.places + shape.tree_places
+        h, floats = shape.together, shape.scores_width + shape.tree_width
         self.memory = f.call("malloc", POINTER, f.number(4 * h * floats + 4 * shape.nodes))
-        self.scores = [f.at(self.memory, r * shape.places) for r in range(h)]
-        self.tree_scores = [f.at(self.memory, h * shape.places + r * shape.tree_places)
+        self.scores = [f.at(self.memory, r * shape.scores_width) for r in range(h)]
+        self.tree_scores = [f.at(self.memory, h * shape.scores_width + r * shape.tree_width)
                             for r in range(h)]
         self.path = f.at(self.memory, h * floats)
 
@@ -205,11 +205,11 @@ class _Unit:
     def score_tree(self, depth: ir.Value) -> None:
         """Writes the scores of the ancestors, by the same sums, after the committed positions'."""
         f, shape = self.f, self.shape
-        places = shape.tree_places
+        scores_width = shape.tree_width
         first = f.at(self.operands["tree_k"], (
-            f.total((self.row, shape.kv_heads), self.group), shape.head_dim * places))
-        for j in range(0, places, LANES):
-            self.score(f.at(first, j), places, 1, [f.at(out, j) for out in self.tree_scores])
+            f.total((self.row, shape.kv_heads), self.group), shape.head_dim * scores_width))
+        for j in range(0, scores_width, LANES):
+            self.score(f.at(first, j), scores_width, 1, [f.at(out, j) for out in self.tree_scores])
 
         def copy(i: ir.Value) -> None:
             node = f.get_index(self.path, f.b.sub(f.b.sub(depth, f.number(1)), i))

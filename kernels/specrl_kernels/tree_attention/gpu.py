@@ -117,11 +117,11 @@ def for_groups(config: Config, rows: Rows) -> Config:
 class Shares(NamedTuple):
     """What each program of a head and tile reads; a row's shares lie together, in order.
 
-    There are B + splits - 1 places for shares, or B if nothing is split.
+    S is B + splits - 1, or B if nothing is split.
     """
 
     row: jax.Array  # i32[S] whose context it is; B, and so a dead row, where no share is left
-    low: jax.Array  # i32[S] the places [low, high) of the row's context
+    low: jax.Array  # i32[S] the positions [low, high) of the row's context
     high: jax.Array  # i32[S]
     first: jax.Array  # i32[B] the first share of each row
     count: jax.Array  # i32[B] how many it has, 0 if it is dead
@@ -135,7 +135,7 @@ def divide(length: jax.Array, oldest: jax.Array, live: jax.Array, config: Config
     the last bits of a result, depend on all rows; with splits = 1 on each row alone.
 
     Args:
-      length, oldest: i32[B] a row sees the places [oldest, length).
+      length, oldest: i32[B] a row sees the positions [oldest, length).
       live: bool[B]; a live row has a share even if it sees nothing but its tree.
     """
     b, block = length.shape[0], config.block

@@ -105,11 +105,11 @@ def _add_block(carry: Partial, q: Any, info: Any, k: Any, v: Any, scale: float, 
     may be NaN, which a weight of 0 does not hide.
     """
     score = softmax.dot(q[0, head, queries, :], k[0, 0, head]) * scale
-    places = place + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-    visible = places < end
+    positions = place + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
+    visible = positions < end
     if has_window:
         words = info[0, queries, :]
-        visible &= places >= words[:, words.shape[1] - 1 :]
+        visible &= positions >= words[:, words.shape[1] - 1 :]
     values = v[0, 0, head]  # [E, T]
     if ragged:
         inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < end

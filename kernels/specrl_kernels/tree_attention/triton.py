@@ -40,11 +40,11 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Conte
     by_row = config.splits == 1 and len(context.k) == 1
     launches = plan(rows, tree, context, shares, live, config, scale, direct, by_row)
     parts = [program_call(launch, config.warps, config.stages) for launch in launches]
-    found = parts[0]
+    joined = parts[0]
     if not by_row:
-        found = program_call(
+        joined = program_call(
             joining(rows, shares, live, parts, config, whole, direct), config.warps, 1)
-    out, top, total, sums = found
+    out, top, total, sums = joined
     if whole:
         return out[:, :, :queries]
     return Partial(*(x[:, :, :queries] for x in (top[..., None], total[..., None], sums)))

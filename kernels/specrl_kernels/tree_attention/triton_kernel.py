@@ -41,7 +41,7 @@ def add_tree(top, total, sums, query, words, tree_k, tree_v, tree, line, mine,
 def add_segment(top, total, sums, query, k, v, cache, low, high, seen_from, E: tl.constexpr,
                 size: tl.constexpr, start: tl.constexpr, block: tl.constexpr, scale: tl.constexpr,
                 has_window: tl.constexpr):
-    """Adds the places [low, high) that lie in this segment; its last block ends where it does."""
+    """Adds the positions [low, high) of this segment; its last block ends where it does."""
     e = tl.arange(0, E)
     begin = tl.minimum(tl.maximum(low - start, 0), size) // block
     end = (tl.minimum(tl.maximum(high - start, 0), size) + block - 1) // block

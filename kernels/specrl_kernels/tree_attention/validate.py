@@ -97,9 +97,9 @@ def _check_dtypes(operands: Operands) -> None:
             raise ValueError(f"{name} is {array.dtype}, expected q's {q.dtype}: cast one of them")
 
 
-def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{name} = {found}, expected {wanted}: {why}")
+def _expect(name: str, value: Any, wanted: Any, why: str) -> None:
+    if value != wanted:
+        raise ValueError(f"{name} = {value}, expected {wanted}: {why}")
 
 
 def check_values(operands: Operands) -> None:

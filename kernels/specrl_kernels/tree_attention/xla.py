@@ -49,13 +49,13 @@ def tree_attention_xla(operands: Operands, *, scale: float, window: int | None, 
         length[:, None] + depth - window + 1, h // g, 1)
     live = jnp.ones(b, bool) if row is None else (
         row[None] == jnp.arange(b, dtype=jnp.int32)[:, None]).any(1)
-    found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
+    partial = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
     context = Context(cache_k, cache_v, jnp.where(live, length, 0), slot)
-    found = _add_context(found, queries, context, first, config)
+    partial = _add_context(partial, queries, context, first, config)
     if prefix is not None:
         shared = _shared_part(queries, prefix, live, first, config)
-        found = softmax.combine(softmax.stack([found, shared]))
-    out = softmax.finish(found).astype(q.dtype).reshape(b, g, n, h // g, e)
+        partial = softmax.combine(softmax.stack([partial, shared]))
+    out = softmax.finish(partial).astype(q.dtype).reshape(b, g, n, h // g, e)
     in_order = out.swapaxes(1, 2) if row is None else out[row, :, node]
     return in_order.reshape(w, h, e)
 
@@ -100,7 +100,7 @@ def _weighted(equation: str, weight: jax.Array, values: jax.Array, config: Confi
     return jnp.einsum(equation, weight, values, preferred_element_type=jnp.float32)
 
 
-def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
+def _add_keys(partial: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
               config: Config) -> Partial:
     """Adds keys f[..., G, E, T] and values f[..., G, T, E] to queries f[..., G, Q, E].
 
@@ -109,11 +109,11 @@ def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, vi
     """
     score = jnp.einsum("...qe,...es->...qs", queries, k, preferred_element_type=jnp.float32)
     score = jnp.where(visible, score, HIDDEN)
-    top = jnp.maximum(found.top, score.max(-1, keepdims=True))
-    rescale, weight = jnp.exp(found.top - top), jnp.exp(score - top)
+    top = jnp.maximum(partial.top, score.max(-1, keepdims=True))
+    rescale, weight = jnp.exp(partial.top - top), jnp.exp(score - top)
     fresh = _weighted("...qs,...se->...qe", weight, v, config)
-    return Partial(top, found.total * rescale + weight.sum(-1, keepdims=True),
-                   found.out * rescale + fresh)
+    return Partial(top, partial.total * rescale + weight.sum(-1, keepdims=True),
+                   partial.out * rescale + fresh)
 
 
 def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestry: jax.Array,
@@ -138,7 +138,7 @@ class _Segment(NamedTuple):
     size: int  # S
 
 
-def _add_context(found: Partial, queries: jax.Array, context: Context, first: jax.Array | None,
+def _add_context(partial: Partial, queries: jax.Array, context: Context, first: jax.Array | None,
                  config: Config) -> Partial:
     """Adds the slots from `first` i32[B, Q] (None: 0) up to `length`, which is 0 for dead rows."""
     length, start = context.length, 0
@@ -148,25 +148,25 @@ def _add_context(found: Partial, queries: jax.Array, context: Context, first: ja
         if context.slot is None and segment.size <= config.in_place:
             read = functools.partial(_add_segment, queries, segment, length, first, config)
             seen = (length > jnp.maximum(start, oldest)) & (oldest < start + segment.size)
-            found = (jax.lax.cond(seen.any(), read, lambda found: found, found) if config.skip
-                     else read(found))
+            partial = (jax.lax.cond(seen.any(), read, lambda same: same, partial) if config.skip
+                       else read(partial))
         else:
-            found = _add_chunks(found, queries, segment, context, first, config)
+            partial = _add_chunks(partial, queries, segment, context, first, config)
         start += segment.size
-    return found
+    return partial
 
 
 def _add_segment(queries: jax.Array, segment: _Segment, length: jax.Array,
-                 first: jax.Array | None, config: Config, found: Partial) -> Partial:
+                 first: jax.Array | None, config: Config, partial: Partial) -> Partial:
     """Adds all of a segment."""
     own = segment.start + jnp.arange(segment.size)
     visible = (own[None] < length[:, None])[:, None, None]
     if first is not None:
         visible &= (own[None, None] >= first[..., None])[:, None]
-    return _add_keys(found, queries, segment.k, segment.v, visible, config)
+    return _add_keys(partial, queries, segment.k, segment.v, visible, config)
 
 
-def _add_chunks(found: Partial, queries: jax.Array, segment: _Segment, context: Context,
+def _add_chunks(partial: Partial, queries: jax.Array, segment: _Segment, context: Context,
                 first: jax.Array | None, config: Config) -> Partial:
     """Adds the chunks of a segment that each row sees some of; the last ends where it does."""
     k, v, start, size = segment
@@ -177,21 +177,21 @@ def _add_chunks(found: Partial, queries: jax.Array, segment: _Segment, context: 
     end = -(-jnp.clip(length - start, 0, size) // chunk)
 
     def row(args: tuple) -> Partial:
-        found, queries, slot, length, first, begin, end = args
+        partial, queries, slot, length, first, begin, end = args
 
-        def add(i: jax.Array, found: Partial) -> Partial:
+        def add(i: jax.Array, partial: Partial) -> Partial:
             at = jnp.minimum(i * chunk, size - chunk)
             own = at + jnp.arange(chunk)
             visible = ((own >= i * chunk) & (start + own < length))[None, None]
             if first is not None:
                 visible &= (start + own[None] >= first[:, None])[None]
-            return _add_keys(found, queries, _slice(k, slot, 3, at, chunk),
+            return _add_keys(partial, queries, _slice(k, slot, 3, at, chunk),
                              _slice(v, slot, 2, at, chunk), visible, config)
 
-        return jax.lax.fori_loop(begin, end, add, found)
+        return jax.lax.fori_loop(begin, end, add, partial)
 
     over_rows = jax.vmap(row) if config.abreast else functools.partial(jax.lax.map, row)
-    return over_rows((found, queries, slot, length, first, begin, end))
+    return over_rows((partial, queries, slot, length, first, begin, end))
 
 
 def _slice(x: jax.Array, slot: jax.Array, axis: int, at: jax.Array, size: int) -> jax.Array:
@@ -212,5 +212,5 @@ def _shared_part(queries: jax.Array, prefix: Prefix, live: jax.Array, first: jax
     zero = jnp.where(grouped > 0, 0.0, 0.0)  # varies as the queries do, as shard_map wants it
     nothing = Partial(zero[..., :1] + FLOOR, zero[..., :1], zero)
     context = Context((prefix.k,), (prefix.v,), jnp.where(used, prefix.length, 0), None)
-    found = _add_context(nothing, grouped, context, first, config)
-    return shared_prefix.scatter(members, found, queries.shape[0])
+    partial = _add_context(nothing, grouped, context, first, config)
+    return shared_prefix.scatter(members, partial, queries.shape[0])

@@ -33,7 +33,7 @@ def load(data: DataConfig, say: Callable[[str], None]) -> list[Json]:
           "name a dataset of the hub as ORG/NAME, a directory, or a Parquet file")
     datasets.disable_progress_bars()
     try:
-        found = _open(data)
+        table = _open(data)
     except Exception as error:  # of many types: network, files, names
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"data.path = {data.path!r}: cannot be read as split {data.split!r}"
@@ -42,9 +42,9 @@ def load(data: DataConfig, say: Callable[[str], None]) -> list[Json]:
                           ) from error
     for name in ("question", "answer"):
         field = getattr(data, f"{name}_field")
-        check(field in found.column_names, f"data.{name}_field", field,
-              f"{data.path} has no such field; it has {', '.join(found.column_names)}")
-    rows = found.select(range(min(data.examples or len(found), len(found))))
+        check(field in table.column_names, f"data.{name}_field", field,
+              f"{data.path} has no such field; it has {', '.join(table.column_names)}")
+    rows = table.select(range(min(data.examples or len(table), len(table))))
     return [row | {"id": index} for index, row in enumerate(rows)]
 
 
@@ -56,7 +56,7 @@ def _open(data: DataConfig) -> Any:
         return datasets.load_dataset(KINDS.get(path.suffix, "json"), data_files=str(path),
                                      split=whole)
     if any((path / name).exists() for name in ON_DISK):
-        found = datasets.load_from_disk(str(path))
-        return found[data.split] if isinstance(found, datasets.DatasetDict) else found
+        loaded = datasets.load_from_disk(str(path))
+        return loaded[data.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     return datasets.load_dataset(str(path) if path.exists() else data.path, subset,
                                  split=data.split)

@@ -31,7 +31,7 @@ def load(data: DataConfig, say: Callable[[str], None]) -> list[Json]:
 def files(paths: str) -> list[Path]:
     """Returns the files that a path, a pattern or a comma list of them names, each once.
     Raises ConfigError if one of them names none."""
-    found: dict[Path, None] = {}
+    matched: dict[Path, None] = {}
     for part in [paths] if os.path.isfile(paths) else paths.split(","):
         path = local_path("data.path", part.strip())
         named = [path] if os.path.isfile(path) else [
@@ -40,8 +40,8 @@ def files(paths: str) -> list[Path]:
         check(bool(part.strip()) and bool(named), "data.path", part,
               "no such file; name a file with one JSON object a line, a pattern such as "
               "'data/*.jsonl.gz', or several with commas")
-        found |= dict.fromkeys(named)
-    return list(found)
+        matched |= dict.fromkeys(named)
+    return list(matched)
 
 
 def _example(row: Json, data: DataConfig, where: str) -> Json:

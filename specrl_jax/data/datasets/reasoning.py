@@ -67,8 +67,8 @@ def parse(text: str) -> Task:
     "chain_sum:2,min_terms=2,max_terms=3". Raises ConfigError if there is no such task."""
     head, *options = re.split(r",\s*(?=\w+\s*=)", text)
     name, colon, weight = head.strip().partition(":")
-    found = re.fullmatch(r"\d*\.?\d+", weight) if colon else True
-    check(bool(found) and (not colon or float(weight) > 0), "data.task", text,
+    valid = re.fullmatch(r"\d*\.?\d+", weight) if colon else True
+    check(bool(valid) and (not colon or float(weight) > 0), "data.task", text,
           "give NAME, NAME:WEIGHT or NAME:WEIGHT,OPTION=VALUE, as in chain_sum:2,min_terms=2")
     known = sorted(set(factory.DATASETS) - {"composite", *UNSAFE})
     check(name not in UNSAFE, "data.task", name,
