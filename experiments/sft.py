@@ -21,7 +21,6 @@ from specrl_jax import sharding
 from specrl_jax.checkpoint import resume
 from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
 from specrl_jax.config import Config, ConfigError, check
-from specrl_jax.data.examples import digest
 from specrl_jax.metrics import run_files
 from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import weights
@@ -30,6 +29,7 @@ from specrl_jax.rl import supervised
 from specrl_jax.rl.supervised import Supervised, Turn
 from specrl_jax.runtime import lock
 from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.paths import CHECKPOINTS, local_path, writing
 from specrl_jax.runtime.workdir import make_workdir, result_directory, write_config
 
@@ -92,7 +92,7 @@ def _results(config: Config, workdir: Path) -> tuple[Path, Path]:
 
 
 def _digest(turns: list[Turn]) -> str:
-    return digest([turn._asdict() for turn in turns])
+    return digest(turn._asdict() for turn in turns)
 
 
 def _run(trainer: Supervised, workdir: Path, checkpoints: Checkpoints) -> None:

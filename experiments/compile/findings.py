@@ -1,6 +1,5 @@
 """What compiling one program showed, kept by the hash of all that it depends on."""
 
-import hashlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from specrl_jax.runtime.compilation import Program
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.hardware import GIB, Chip
 from specrl_jax.runtime.paths import user_cache
 from specrl_jax.structs import Json, PyTree, RolloutState
@@ -30,12 +30,9 @@ def store() -> Path | None:
 
 def key(lowered: Any, target: Target) -> str:
     """Returns the hash of a lowered module, the target, and what compiles and reads it."""
-    sources = b"".join(Path(file).read_bytes() for file in (hlo.__file__, __file__))
-    about = json.dumps([target.name, versions(), os.environ.get("XLA_FLAGS", ""),
-                        os.environ.get("LIBTPU_INIT_ARGS", ""),
-                        hashlib.sha256(sources).hexdigest()])
-    text = lowered.as_text()
-    return hashlib.sha256(about.encode() + text.encode()).hexdigest()
+    sources = [Path(file).read_bytes() for file in (hlo.__file__, __file__)]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    return digest([*sources, target.name, versions(), flags, lowered.as_text()])
 
 
 def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder: Path | None,

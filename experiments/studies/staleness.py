@@ -21,7 +21,6 @@ seed: `saved` in rollouts, `net` less the drafter's cost, `ahead` in whole steps
 """
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from specrl_jax.checkpoint.resume import check_config
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.machine import give_back
 from specrl_jax.runtime.stderr import say
 
@@ -238,7 +238,7 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     place = _head_of(workdir)
     if not HEAD.value:
         train_drafter(plain, _training(config), place.parent)
-    checksum = hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
+    checksum = digest([(place / "model.safetensors").read_bytes()])
     if HEAD.value:
         known, flag = heads.values(), "head"
     else:

@@ -1,7 +1,5 @@
 """Measures of the arms of staleness against the run without speculation."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.statistics import student
 from specrl_jax.metrics.run_files import read_metrics, read_samples
+from specrl_jax.runtime.digest import digest
 
 TAIL = 0.25  # share of the steps that counts as the beginning or the end of a run
 DIGITS = 5  # significant ones
@@ -57,7 +56,7 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
 def _digest(workdir: Path) -> str:
     """Returns the hash of all tokens of a run, in order."""
     tokens = [sample["tokens"] for sample in read_samples(workdir)]
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    return digest([tokens])
 
 
 def _rounded(values: np.ndarray) -> list[float]:

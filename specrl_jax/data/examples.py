@@ -12,7 +12,7 @@ import numpy as np
 from specrl_jax.config import ConfigError, DataConfig, check
 from specrl_jax.data.chats import conversation
 from specrl_jax.data.datasets import DATASETS
-from specrl_jax.runtime import digest as digests
+from specrl_jax.runtime.digest import digest
 
 Example = Mapping[str, Any]
 """id: int; question: str, or a list of chat messages; answer: str; and the dataset's own fields."""
@@ -63,10 +63,10 @@ def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:
     return turns
 
 
-def digest(examples: Sequence[Example]) -> str:
+def examples_digest(examples: Sequence[Example]) -> str:
     """Returns a hash of all examples in their order, for which only JSON values count."""
     fields = (field for i in range(len(examples)) for field in sorted(examples[i].items()))
-    return digests.digest(text for field in fields if (text := _encoded(field)))
+    return digest(text for field in fields if (text := _encoded(field)))
 
 
 def _encoded(field: tuple[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from specrl_jax import sharding
 from specrl_jax.checkpoint import resume
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, DistillOptions, as_dict, at_least, check, option
-from specrl_jax.data.examples import digest
+from specrl_jax.data.examples import examples_digest
 from specrl_jax.data.prompt_order import step_prompts
 from specrl_jax.distill import data, teacher, update
 from specrl_jax.distill.data import Corpus, Plan, PublishedActor
@@ -212,8 +212,9 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     make_workdir(workdir)
     with lock.hold(workdir):
         resume.check_config(workdir, description, JUDGED_ANEW)
-        examples = {"training": digest(training.examples), "held-out": digest(held.examples)}
-        read = {} if texts is None else {"--texts": digest(
+        examples = {"training": examples_digest(training.examples),
+                    "held-out": examples_digest(held.examples)}
+        read = {} if texts is None else {"--texts": examples_digest(
             [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
         resume.check_data(workdir, examples | read)
         resume.check_rendering(workdir, "training", training.texts, progress.warn)

@@ -1,6 +1,5 @@
 """A run: RL steps with files, checkpoints and progress, resumable."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from specrl_jax.checkpoint import resume
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.config.tasks import RewardError
-from specrl_jax.data.examples import digest
+from specrl_jax.data.examples import examples_digest
 from specrl_jax.data.prompts import make_prompts
 from specrl_jax.metrics import run_files, trackers
 from specrl_jax.metrics.progress import Progress
@@ -25,6 +24,7 @@ from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_directory import SINGLE
 from specrl_jax.runtime import lock
 from specrl_jax.runtime.compilation import CompilationCounter
+from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.paths import CHECKPOINTS, local_path, output_directory
 from specrl_jax.runtime.workdir import make_workdir, write_config
 from specrl_jax.structs import Metrics
@@ -97,14 +97,14 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     say = progress.say
     say(overview(config, source.arch, workdir))
     prompts = make_prompts(config, source.tokenizer, say)
-    examples = digest(prompts.examples)
+    examples = examples_digest(prompts.examples)
     resume.check_contents(described, contents(config, source) | {
         "data.name": {"training examples": examples}})
     trainer, state = Trainer.create(config, source, prompts, say, progress.warn_of_step)
     evaluation = InRun(trainer, say, progress.warn_of_step) if config.eval.every else None
     if evaluation:
         resume.check_contents(described, {"eval.split": {
-            "held-out examples": digest(evaluation.problems.prompts.examples)}})
+            "held-out examples": examples_digest(evaluation.problems.prompts.examples)}})
     make_workdir(workdir)
     with lock.hold(workdir), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
@@ -151,8 +151,7 @@ def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]
             config.draft.model, "draft.model").digests()
     head = local_path("draft.path", config.draft.path) / SINGLE
     if config.draft.path and head.is_file():
-        with open(head, "rb") as file:
-            digests["draft.path"] = {SINGLE: hashlib.file_digest(file, "blake2b").hexdigest()}
+        digests["draft.path"] = {SINGLE: digest([head.read_bytes()])}
     return digests
 
 

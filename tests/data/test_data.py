@@ -13,7 +13,7 @@ import tensorflow_datasets as tfds
 from specrl_jax.config import ConfigError, DataConfig
 from specrl_jax.data.chats import messages, template_variables
 from specrl_jax.data.datasets import gsm8k, levels, tfds_text
-from specrl_jax.data.examples import digest, load_examples
+from specrl_jax.data.examples import examples_digest, load_examples
 from specrl_jax.data.prompt_order import occurrences, step_prompts
 
 LEVELS = {level.name: level for level in levels.LEVELS}
@@ -242,8 +242,8 @@ def test_digest_changes_with_any_field_and_the_order():
     base = [{"id": 0, "question": "a", "answer": "b"}, {"id": 1, "question": "c", "answer": "d"}]
     others = [base[::-1], base[:1], [base[0] | {"answer": "x"}, base[1]],
               [base[0] | {"more": [1]}, base[1]]]
-    assert len({digest(rows) for rows in [base, *others]}) == 5
-    assert digest([base[0] | {"object": object()}, base[1]]) == digest(base)
+    assert len({examples_digest(rows) for rows in [base, *others]}) == 5
+    assert examples_digest([base[0] | {"object": object()}, base[1]]) == examples_digest(base)
 
 
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
