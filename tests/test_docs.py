@@ -88,15 +88,6 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
     assert [x for x in LINK.findall(text) if not (ROOT / page).parent.joinpath(x).exists()] == []
 
 
-def test_pages_that_code_and_notebooks_name_exist() -> None:
-    files = [path for folder in ("specrl_jax", "kernels", "experiments", "colab", "tests")
-             for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".ipynb", ".sh")]
-    named = {(name, path.name) for path in [*files, *ROOT.glob("*.*")] if path.is_file()
-             for name in re.findall(r"\bdocs/[\w/]+\.(?:md|py)", path.read_text(encoding="utf-8"))}
-    assert len(named) > 20
-    assert [x for x in sorted(named) if not (ROOT / x[0]).exists()] == []
-
-
 def test_table_of_what_a_resume_may_change_is_complete() -> None:
     text = (DOCS / "guides" / "resume.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \| (.*?) \|$", text.partition("## What may change")[2], re.M)[1:]
@@ -106,15 +97,6 @@ def test_table_of_what_a_resume_may_change_is_complete() -> None:
     may_change = {*resume.FREE, *resume.EQUAL, resume.STOPPED[0]}
     assert may_change <= named[False] <= {*may_change, json.loads(resume.STOPPED[1])}
     assert resume.RULE in named[True] and named[True].isdisjoint({*resume.FREE, *resume.EQUAL})
-
-
-def test_blocks_of_commands_are_of_a_kind_that_check_knows() -> None:
-    actual = list(check.blocks())
-    assert {block.kind for block in actual} == {"", check.FULL, check.BY_HAND}
-    texts = [(ROOT / page).read_text(encoding="utf-8")
-             for page in ("README.md", *(f"docs/{page}" for page in WRITTEN))]
-    assert sum(len(re.findall("^```(?:sh|bash|console)", text, re.M)) for text in texts
-               ) == len(actual)
 
 
 SCRIPTS = ("compare_runs", "compile_for", "eval", "explain", "export", "generate", "plan", "sft",

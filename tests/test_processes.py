@@ -124,12 +124,6 @@ def test_processes_share_values_of_any_length_and_lose_one_in_a_line() -> None:
     assert other.splitlines()[-1].startswith("error: another process ended or cannot be reached")
 
 
-@pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "host:port", ""])
-def test_coordinator_without_a_port_is_refused(coordinator: str) -> None:
-    with pytest.raises(ConfigError, match=f"--coordinator = '{coordinator}': give HOST:PORT of pr"):
-        processes.join(coordinator, 2, 0)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("field, values, words", [
     ("seed", "01", "seed = {0}: process {1} has {1}; give all processes the same flags"),
@@ -169,3 +163,6 @@ def test_share_out_of_one_process_maps_all_items() -> None:
     assert processes.share_out("test", lambda part: [(x, {"a": x}) for x in part], [1, 2]) == [
         (1, {"a": 1}), (2, {"a": 2})]
     assert processes.share("test", {"x": 1}) == [{"x": 1}] and processes.any_of("test", True)
+    for coordinator in ("localhost", "host:port"):
+        with pytest.raises(ConfigError, match=f"--coordinator = '{coordinator}': give HOST:PORT"):
+            processes.join(coordinator, 2, 0)

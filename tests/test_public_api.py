@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import specrl_jax
-from specrl_jax.config.registry import Registry
 
 ROOT = Path(specrl_jax.__file__).parent
 
@@ -27,12 +26,3 @@ def test_reading_a_config_imports_no_jax():
     actual = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                             cwd=ROOT.parent, check=True)
     assert actual.stdout == "False\n"
-
-
-def test_register_functions_are_one_of_each_field():
-    registries = [getattr(specrl_jax, name).__self__ for name in specrl_jax.__all__
-                  if name.startswith("register_")]
-    assert all(isinstance(registry, Registry) for registry in registries)
-    assert {registry.field for registry in registries} == {
-        "spec.drafter", "spec.rule", "control.policy", "rl.advantage", "rl.loss", "rl.correction",
-        "reward.terms", "data.name", "model.family", "track.to"}

@@ -1,5 +1,6 @@
 """A mesh changes where things lie, not what is computed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,16 @@ def mesh_of(config: MeshConfig) -> Any:
     return sharding.make_mesh(config)
 
 
-@needs_8
-def test_a_mesh_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3x4x1"):
-        mesh_of(MeshConfig(3, 4, 1))
+@pytest.mark.parametrize("make, words", [
+    (lambda: mesh_of(MeshConfig(3, 400, 1)), "3x400x1"),
+    (lambda: micro_config(mesh=MeshConfig(8, 1, 1), rollout=RolloutConfig(batch_size=12)),
+     "rollout.batch_size = 12"),
+    (lambda: micro_config(mesh=MeshConfig(4, 1, 1), prompts_per_step=6), "prompts_per_step = 6")])
+def test_mesh_that_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="JAX_ENABLE_X64 = True: .*unset"):
+        mesh_of(MeshConfig())
 
 
 @needs_8
@@ -191,15 +198,3 @@ def test_missing_device_is_one_line(error: Exception, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="JAX_PLATFORMS = .*: JAX finds no such") as refused:
         mesh_of(MeshConfig())
     assert "\n" not in str(refused.value)
-
-
-def test_programs_refuse_64_bits() -> None:
-    with jax.enable_x64(True), pytest.raises(ConfigError, match="JAX_ENABLE_X64 = True: .*unset"):
-        mesh_of(MeshConfig())
-
-
-def test_shards_that_do_not_divide_the_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout.batch_size = 12"):
-        micro_config(mesh=MeshConfig(8, 1, 1), rollout=RolloutConfig(batch_size=12))
-    with pytest.raises(ConfigError, match="prompts_per_step = 6"):
-        micro_config(mesh=MeshConfig(4, 1, 1), prompts_per_step=6)

@@ -1,6 +1,5 @@
 """Checkpoints: what is saved comes back, and damage or a kill costs at most one of them."""
 
-import logging
 import os
 import random
 import shutil
@@ -50,13 +49,6 @@ def assert_same(left, right):
         np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
 
-def test_arrays_are_stored_as_they_lie_in_memory(tmp_path):
-    """Compressing weights would save 7 % of the disk and hold them twice in memory."""
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, {"actor": jnp.zeros(2**20)}, {})
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) > 2**22
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     directory = tmp_path_factory.mktemp("original")
@@ -97,22 +89,11 @@ def test_latest_comes_back_bit_for_bit(saved):
     assert isinstance(arrays["history"]["rows"], np.ndarray)
 
 
-def test_python_numbers_come_back_as_numpy(tmp_path):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, {"a": {"i": 3, "f": 0.5}}, {})
-        _, arrays, _ = checkpoints.restore_latest({"a": {"i": 0, "f": 0.0}})
-    assert arrays == {"a": {"i": 3, "f": 0.5}}
-
-
-def test_no_checkpoint_is_none(tmp_path):
-    with Checkpoints(tmp_path / "new", keep=2) as checkpoints:
+@pytest.mark.parametrize("keep", [1, 3])
+def test_old_ones_are_deleted(tmp_path, keep):
+    with Checkpoints(tmp_path / "lr[1e-5] größe", keep=keep) as checkpoints:
         assert list_steps(checkpoints.directory) == []
         assert checkpoints.restore_latest(abstract(tree(0))) is None
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_old_ones_are_deleted(tmp_path, keep):
-    with Checkpoints(tmp_path, keep=keep) as checkpoints:
         for step in (1, 2, 30, 40):
             checkpoints.save(step, {"a": np.arange(step)}, {})
         assert list_steps(checkpoints.directory) == [1, 2, 30, 40][-keep:]
@@ -123,13 +104,6 @@ def test_a_step_is_not_saved_twice_or_out_of_order(saved):
         for step in (1, 2):
             with pytest.raises(CheckpointError, match=f"checkpoint {step} would not be the newest"):
                 checkpoints.save(step, tree(step), {})
-
-
-def test_meta_that_json_cannot_hold_writes_nothing(saved):
-    with Checkpoints(saved, keep=2) as checkpoints:
-        with pytest.raises(TypeError):
-            checkpoints.save(3, tree(3), {"a": object()})
-    assert sorted(p.name for p in saved.iterdir()) == ["1", "2"]
 
 
 def truncate(path):
@@ -193,14 +167,6 @@ def test_with_all_damaged_a_run_starts_again_loudly(saved):
     assert_same(arrays, tree(3))
 
 
-def test_restoring_a_damaged_or_absent_step_is_an_error(saved):
-    truncate(saved / "2" / "meta" / "metadata")
-    with pytest.raises(CheckpointError, match="meta/metadata has .* bytes instead of"):
-        read_meta(saved, 2)
-    with pytest.raises(CheckpointError, match="7: no such checkpoint; complete ones: 1$"):
-        read_meta(saved, 7)
-
-
 @pytest.mark.parametrize("change, words", [
     (lambda t: t["actor"]["layers"].append({"w": t["actor"]["head"]}),
      r"actor/layers/1/w is absent in the checkpoint and bfloat16\[8\] in this run"),
@@ -228,34 +194,18 @@ def test_a_part_needs_no_knowledge_of_the_rest(saved):
 
 
 def test_a_part_that_is_absent_differs_or_is_damaged_is_refused(saved):
+    with pytest.raises(CheckpointError, match="7: no such checkpoint; complete ones: 1, 2$"):
+        read_meta(saved, 7)
     with pytest.raises(CheckpointError, match="no arrays named 'critic'"):
         restore_part(saved, 2, "critic")
     with pytest.raises(CheckpointError, match="actor/head is bfloat16"):
         restore_part(saved, 2, "actor", {"head": jax.ShapeDtypeStruct((9,), jnp.bfloat16)})
+    truncate(saved / "1" / "meta" / "metadata")
+    with pytest.raises(CheckpointError, match="meta/metadata has .* bytes instead of"):
+        read_meta(saved, 1)
     flip(max((saved / "2" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file()))
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         restore_part(saved, 2, "actor")
-
-
-@pytest.mark.parametrize("name", ["lr[1e-5]", "q?*", "a b", "x%d", "größe", "a#b:c"])
-def test_directory_may_have_any_name(tmp_path, name):
-    for step in (1, 2):
-        with Checkpoints(tmp_path / name, keep=1) as checkpoints:
-            actual = checkpoints.restore_latest(abstract(tree(0)))
-            assert step == 1 and actual is None or actual and actual[0] == step - 1
-            checkpoints.save(step, tree(step), {})
-    assert_same(restore_part(tmp_path / name, 2, "actor", abstract(tree(0)["actor"])),
-                tree(2)["actor"])
-    assert names(tmp_path / name) == ["2"] and sorted(p.name for p in tmp_path.iterdir()) == [name]
-
-
-def test_orbax_is_quiet_and_others_are_not(tmp_path, caplog):
-    logger = logging.getLogger("absl")
-    with caplog.at_level(logging.DEBUG), Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, tree(1), {})
-        logger.warning("from elsewhere")
-    assert [r.message for r in caplog.records if r.name == "absl"] == ["from elsewhere"]
-    assert logger.filters == []
 
 
 def run_python(code, *args, wait=True):

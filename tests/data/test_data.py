@@ -8,13 +8,12 @@ import urllib.error
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
 from specrl_jax.config import ConfigError, DataConfig
-from specrl_jax.data.chats import messages, template_variables
+from specrl_jax.data.chats import messages
 from specrl_jax.data.datasets import gsm8k, levels, tfds_text
 from specrl_jax.data.examples import examples_digest, load_examples
-from specrl_jax.data.prompt_order import occurrences, step_prompts
+from specrl_jax.data.prompt_order import step_prompts
 
 LEVELS = {level.name: level for level in levels.LEVELS}
 ROWS = [
@@ -125,29 +124,13 @@ def test_full_disk_while_data_are_prepared_is_one_line(tmp_path, monkeypatch):
         load(tmp_path, level="add1")
 
 
-def test_losing_the_race_is_no_error(tmp_path):
-    config = DataConfig(level="add1", data_dir=str(tmp_path))
-    late = tfds_text.make_builder("specrl_arithmetic/add1", config)
-    split_generators = late._split_generators
-
-    def while_another_finishes(manager):
-        load_examples(config, quiet)
-        return split_generators(manager)
-
-    late._split_generators = while_another_finishes
-    tfds_text.prepare(late, config, quiet)
-    assert len(load_examples(config, quiet)) == 75
-    assert not list(tmp_path.glob("**/*incomplete*"))
-
-
 @pytest.mark.parametrize("fields, words", [
     ({"name": "gsm9k"}, ["data.name = 'gsm9k': choose one of specrl_arithmetic, "]),
     ({"level": "add9"}, ["data.level", "add9", "add2", "chain"]),
-    ({"name": "jsonl"}, ["data.path = '': no such file"]),
     ({"name": "jsonl", "path": "missing.jsonl"}, ["data.path = 'missing.jsonl': no such file"]),
     ({"level": "add1", "split": "dev"}, ["data.split", "dev", "train (75)", "test (6)"]),
-    ({"level": "add1", "split": "train["}, ["data.split", "train["]),
     ({"level": "add1", "split": "train[:0]"}, ["data.split", "train[:0]"]),
+    ({"path": "my.jsonl"}, ["data.path = 'my.jsonl': ", " set data.name=jsonl"]),
 ])
 def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
     with pytest.raises(ConfigError) as error:
@@ -168,13 +151,6 @@ def test_gsm8k(tmp_path, suffix, opener):
     assert "tensorflow" not in sys.modules
 
 
-def test_gsm8k_makes_the_splits_it_finds(tmp_path):
-    write_rows(tmp_path / "test.jsonl", ROWS)
-    assert len(load_gsm8k(tmp_path, split="test")) == 3
-    with pytest.raises(ConfigError, match=r"data.split = 'train'.* has test \(3\).*delete"):
-        load_gsm8k(tmp_path)
-
-
 @pytest.mark.parametrize("fields, place", [
     ({"manual_dir": "{}"}, ""), ({"manual_dir": "{}/missing"}, "missing"),
     ({}, "tfds/downloads/manual")])
@@ -191,7 +167,7 @@ def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, field
 
 
 @pytest.mark.parametrize("now", [
-    ROWS[:2], [*ROWS, ROWS[0]], [ROWS[0], ROWS[2], ROWS[1]],
+    ROWS[:2], [ROWS[0], ROWS[2], ROWS[1]],
     [*ROWS[:2], ROWS[2] | {"answer": "0 - 5 = -5\n#### -6"}]])
 def test_gsm8k_prepared_from_other_files_is_refused(tmp_path, now):
     write_rows(tmp_path / "train.jsonl", ROWS)
@@ -201,15 +177,9 @@ def test_gsm8k_prepared_from_other_files_is_refused(tmp_path, now):
         load_gsm8k(tmp_path)
     write_rows(tmp_path / "train.jsonl", [*ROWS[:2], *now])
     assert len(load_gsm8k(tmp_path, examples=2)) == 2  # the others are not used
-
-
-def test_gsm8k_manual_dir_without_files_is_refused_when_prepared(tmp_path):
-    write_rows(tmp_path / "train.jsonl", ROWS)
-    load_gsm8k(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(ConfigError, match="data.manual_dir = .*: no files"):
         load_gsm8k(tmp_path)
-    assert len(load(tmp_path, name="gsm8k")) == 3
 
 
 def cut(path):
@@ -223,10 +193,8 @@ def flip(path):
 
 
 @pytest.mark.parametrize("file, damage", [
-    ("*train*", cut), ("*train*", flip), ("*train*", lambda path: path.write_bytes(b"")),
-    ("*train*", lambda path: path.unlink()), ("*.array_record*", lambda path: path.unlink()),
-    ("dataset_info.json", lambda path: path.write_text("{")),
-    ("dataset_info.json", lambda path: path.unlink())])
+    ("*train*", cut), ("*train*", flip), ("*.array_record*", lambda path: path.unlink()),
+    ("dataset_info.json", lambda path: path.write_text("{"))])
 def test_damaged_prepared_data_is_refused_in_a_line(tmp_path, file, damage):
     load(tmp_path, level="add1")
     place = tmp_path / "tfds" / "specrl_arithmetic" / "add1" / "1.0.0"
@@ -246,18 +214,6 @@ def test_digest_changes_with_any_field_and_the_order():
     assert examples_digest([base[0] | {"object": object()}, base[1]]) == examples_digest(base)
 
 
-def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
-    def download(manager, urls):
-        paths = {split: tmp_path / f"{split}.tmp" for split in urls}
-        for path in paths.values():
-            write_rows(path, ROWS)
-        return paths
-
-    monkeypatch.setattr(gsm8k, "_check_reachable", lambda url: None)
-    monkeypatch.setattr(tfds.download.DownloadManager, "download", download)
-    assert len(load(tmp_path, name="gsm8k")) == len(load(tmp_path, name="gsm8k", split="test")) == 3
-
-
 def test_a_byte_order_mark_and_blank_lines_are_no_problem(tmp_path):
     line = json.dumps(ROWS[0]).encode()
     (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n")
@@ -267,15 +223,12 @@ def test_a_byte_order_mark_and_blank_lines_are_no_problem(tmp_path):
 
 
 @pytest.mark.parametrize("text, words", [
-    (b"", "train.jsonl: holds no problems"),
     (b"\n\n", "train.jsonl: holds no problems"),
     (b'{"question": "a", "answer": "#### 1"}\n{"question"\n', r"train.jsonl:2: '{\"question\"'"),
     (b'{"question": "a", "answer": "1"}\n', "train.jsonl:1: .*#### NUMBER"),
     (b'{"question": "a"}\n', "train.jsonl:1: .*the fields"),
     (b"[1]\n", "train.jsonl:1: "),
     (b'{"question": "\xff"}\n', "train.jsonl:1: .*utf-8"),
-    (b'{"question": "a", "answer": "x #### "}\n', "train.jsonl:1: .*#### NUMBER"),
-    (b'{"question": 1, "answer": "x #### 1"}\n', "train.jsonl:1: .*the fields"),
     (b'\n{"question": "\\ud83d", "answer": "#### 1"}\n', "train.jsonl:2: .*half a surrogate"),
     (b"\x1f\x8b not gzip", "train.jsonl: "),
     (gzip.compress(b'{"question": "a", "answer": "#### 1"}\n', mtime=0)[:-9], "train.jsonl: .*end"),
@@ -284,6 +237,23 @@ def test_damaged_gsm8k_files_are_refused(tmp_path, text, words):
     (tmp_path / "train.jsonl").write_bytes(text)
     with pytest.raises(ConfigError, match=words):
         load_gsm8k(tmp_path)
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"question": "a", "answer": "b"}\n{nonsense', "mine.jsonl:2: '{nonsense' is not JSON"),
+    ("[1]", r"mine.jsonl:1: '\[1\]' is not an object"),
+    ('\n{"question": "a"}', "data.answer_field = 'answer': .*mine.jsonl:2 has no such field; it"),
+    ("", "data.name = 'jsonl': the dataset has no examples"),
+    *((json.dumps({"question": chat, "answer": "2"}), f"data.question_field = .*example 1.*{words}")
+      for chat, words in (
+          ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end"),
+          ([{"role": ["user"], "content": "a"}], "must have a role among"),
+          ([{"role": "user", "content": 3}], "and a text as its content"),
+          (None, "has None there")))])
+def test_damaged_jsonl_files_are_refused(tmp_path, text, words):
+    path = write_jsonl(tmp_path / "mine.jsonl", text)
+    with pytest.raises(ConfigError, match=words):
+        list(load(tmp_path, name="jsonl", path=path))
 
 
 def write_jsonl(path, *lines):
@@ -303,29 +273,14 @@ def test_jsonl_maps_fields_and_numbers_lines(tmp_path):
                     examples=1)) == 1
 
 
-@pytest.mark.parametrize("lines, words", [
-    (['{"question": "a", "answer": "b"}', "{nonsense"], r"mine.jsonl:2: '{nonsense' is not JSON"),
-    (["[1]"], r"mine.jsonl:1: '\[1\]' is not an object"),
-    (["", '{"question": "a"}'],
-     "data.answer_field = 'answer': .*mine.jsonl:2 has no such field; it has question"),
-    ([""], "data.name = 'jsonl': the dataset has no examples"),
-])
-def test_jsonl_bad_line_is_named(tmp_path, lines, words):
-    path = write_jsonl(tmp_path / "mine.jsonl", *lines)
-    with pytest.raises(ConfigError, match=words):
-        list(load(tmp_path, name="jsonl", path=path))
-
-
 def test_jsonl_reads_patterns_lists_and_gzip_in_order(tmp_path):
     rows = [{"question": f"{i}?", "answer": str(i)} for i in range(5)]
     write_rows(tmp_path / "a.jsonl", rows[:2])
     write_rows(tmp_path / "b.jsonl.gz", rows[2:4], gzip.open)
     write_rows(tmp_path / "c,d.jsonl", rows[4:])
-    for path, want in (("*.jsonl", [0, 1, 4]), ("b*, a.jsonl", [2, 3, 0, 1]),
-                       ("a*,?.jsonl", [0, 1]), ("c,d.jsonl", [4]), ("**/*.gz", [2, 3])):
-        named = ",".join(f"{tmp_path}/{part.strip()}" for part in path.split(",")
-                         ) if path != "c,d.jsonl" else f"{tmp_path}/{path}"
-        actual = load(tmp_path, name="jsonl", path=named)
+    for path, want in (("{0}/*.jsonl", [0, 1, 4]), ("{0}/b*, {0}/a.jsonl", [2, 3, 0, 1]),
+                       ("{0}/c,d.jsonl", [4]), ("{0}/**/*.gz", [2, 3])):
+        actual = load(tmp_path, name="jsonl", path=path.format(tmp_path))
         assert [int(x["answer"]) for x in actual] == want, path
         assert [x["id"] for x in actual] == list(range(1, len(want) + 1))
     with pytest.raises(ConfigError, match=r"data.path = '.*x\*.jsonl': no such file"):
@@ -344,40 +299,15 @@ def test_jsonl_question_may_be_chat_messages(tmp_path):
     assert messages(second) == [user] and second["answer"] == "3"
 
 
-@pytest.mark.parametrize("chat, words", [
-    ([], "messages must end with the user's"),
-    ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end with"),
-    ([{"role": "robot", "content": "a"}], 'message {"role": "robot".* must have a role among'),
-    ([{"role": ["user"], "content": "a"}], "must have a role among"),
-    (None, "has None there"), ([{"role": "user", "content": 3}], "and a text as its content"),
-    ({"text": "1+1?"}, "has {'text': '1.1.'} there; give a text or a number")])
-def test_jsonl_chat_that_asks_nothing_is_refused(tmp_path, chat, words):
-    path = write_jsonl(tmp_path / "x.jsonl", json.dumps({"question": chat, "answer": "2"}))
-    with pytest.raises(ConfigError, match=f"data.question_field = .*example 1.*{words}"):
-        list(load(tmp_path, name="jsonl", path=path))
-
-
-def riddles(data, say):
-    say(f"{data.examples} riddles")
-    return [{"question": f"{i}?", "answer": i} for i in range(5)]
-
-
-def test_python_function_is_a_dataset(tmp_path):
-    actual = load(tmp_path, name=f"{__name__}:riddles", examples=3)
-    assert [(x["id"], x["question"], x["answer"]) for x in actual] == [
-        (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
-
-
 def badly(data, say):
     if data.path == "raise":
         raise KeyError("no such\nkey")
-    return {"none": None, "number": [3], "id": [{"id": "x"}], "large": [{"id": 2**40}]}[data.path]
+    return {"none": None, "number": [3], "large": [{"id": 2**40}]}[data.path]
 
 
 @pytest.mark.parametrize("path, words", [
     ("raise", "KeyError: 'no such"), ("none", "returned a NoneType; return a sequence of dicts"),
-    ("number", "example 0 is a int; give dicts"), ("id", "has the id 'x'; give a number"),
-    ("large", "has the id 1099511627776; give a number in int32")])
+    ("number", "example 0 is a int; give dicts"), ("large", "has the id 1099511627776; give a nu")])
 def test_python_function_that_returns_something_else_is_refused(tmp_path, path, words):
     with pytest.raises(ConfigError, match=f"data.name = .*badly'.*{words}") as refused:
         list(load(tmp_path, name=f"{__name__}:badly", path=path))
@@ -403,40 +333,27 @@ def test_step_prompts_is_a_pure_function_of_seed_and_step():
     np.testing.assert_array_equal(step_prompts(10, 0, 0, 5), [0, 2, 9, 1, 8])
 
 
-def test_occurrences():
-    result = occurrences(np.array([5, 2, 5, 5, 2, 9]))
-    assert result.dtype == np.int32
-    np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
-    assert occurrences([]).shape == (0,)
+def test_losing_the_race_is_no_error(tmp_path):
+    config = DataConfig(level="add1", data_dir=str(tmp_path))
+    late = tfds_text.make_builder("specrl_arithmetic/add1", config)
+    split_generators = late._split_generators
+
+    def while_another_finishes(manager):
+        load_examples(config, quiet)
+        return split_generators(manager)
+
+    late._split_generators = while_another_finishes
+    tfds_text.prepare(late, config, quiet)
+    assert len(load_examples(config, quiet)) == 75
+    assert not list(tmp_path.glob("**/*incomplete*"))
 
 
-def test_template_variables_are_python_or_json_values_or_text():
-    config = DataConfig(template=("enable_thinking=False", "n=3", "on=true", "day=1 Jan=x", "e="),
-                        date="2026-01-31")
-    actual = template_variables(config)
-    assert actual.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
-    assert actual == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
-    assert template_variables(DataConfig()) == {}
+def riddles(data, say):
+    say(f"{data.examples} riddles")
+    return [{"question": f"{i}?", "answer": i} for i in range(5)]
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"template": ("x",)}, "data.template = 'x': give NAME=VALUE"),
-    ({"template": ("messages=[]",)}, "data.template = 'messages=.*: give NAME=VALUE"),
-    ({"date": "31 Jan"}, "data.date = '31 Jan': give a date as YYYY-MM-DD")])
-def test_template_variables_that_cannot_work_are_refused(fields, words):
-    with pytest.raises(ConfigError, match=words):
-        DataConfig(**fields)
-
-
-def test_messages():
-    user = {"role": "user", "content": "What is 1 + 2?"}
-    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
-    assert messages(example) == [user]
-    assert messages(example, "Be brief.") == [
-        {"role": "system", "content": "Be brief."}, user]
-
-
-def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):
-    config = DataConfig(path="my.jsonl", data_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="^data.path = 'my.jsonl': .* set data.name=jsonl$"):
-        load_examples(config, print)
+def test_python_function_is_a_dataset(tmp_path):
+    actual = load(tmp_path, name=f"{__name__}:riddles", examples=3)
+    assert [(x["id"], x["question"], x["answer"]) for x in actual] == [
+        (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]

@@ -66,14 +66,9 @@ def test_hf_reads_files_directories_and_saved_datasets(datasets: Any, tmp_path: 
         load(name="hf", path=str(folder))
     with pytest.raises(ConfigError, match="folder': cannot be read as split 'dev'"):
         load(name="hf", path=str(folder), split="dev", question_field="q")
-
-
-@pytest.mark.ci
-def test_hf_without_a_hub_is_one_line(datasets: Any) -> None:
     with pytest.raises(ConfigError, match="data.path = 'openai/gsm8k': cannot be read as split "
-                                          "'train' of main .*hub that can be reached") as refused:
+                                          "'train' of main .*hub that can be reached"):
         load(name="hf", path="openai/gsm8k", subset="main")
-    assert "\n" not in str(refused.value)
 
 
 MIXTURE = ("chain_sum:3,min_terms=2,max_terms=2", "leg_counting", "chain_sum,min_terms=5")
@@ -111,10 +106,8 @@ def test_reasoning_gym_scores_as_the_package_does(reasoning: Any, workers: int) 
 @pytest.mark.parametrize("fields, words", [
     ({"task": ("chain_sums",)}, "data.task = 'chain_sums': choose one of .*chain_sum, "),
     ({"task": ("countdown",)}, "data.task = 'countdown': its scoring runs answers as Python"),
-    ({"task": ("chain_sum:x",)}, "data.task = 'chain_sum:x': give NAME, NAME:WEIGHT or"),
     ({"task": ("chain_sum:0",)}, "data.task = 'chain_sum:0': give NAME, NAME:WEIGHT or"),
     ({"task": ("chain_sum,min_tems=1",)}, "unexpected keyword argument 'min_tems'; correct its"),
-    ({"task": ("chain_sum,min_terms=0",)}, "min_terms must be positive; correct its options"),
     ({"task": ()}, "data.task = .*: name a task"),
     ({"task": ("chain_sum",), "split": "dev"}, "data.split = 'dev': choose train or test"),
     ({"task": ("chain_sum",), "path": "x"}, "data.path = 'x': reasoning_gym reads no file")])
@@ -123,11 +116,6 @@ def test_reasoning_gym_refuses_what_cannot_work(
     with pytest.raises(ConfigError, match=words) as refused:
         load(name="reasoning_gym", **fields)
     assert "\n" not in str(refused.value)
-
-
-def test_reasoning_gym_reward_needs_its_examples() -> None:
-    with pytest.raises(ConfigError, match="judges only the examples of data.name = reasoning_gym"):
-        judge.check_answers(("reasoning_gym",), [{"id": 0, "question": "", "answer": ""}])
 
 
 @pytest.mark.ci

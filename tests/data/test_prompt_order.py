@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, DataConfig, RLConfig, RolloutConfig
-from specrl_jax.data.prompt_order import PromptOrder, observe, step_prompts
+from specrl_jax.data.prompt_order import PromptOrder, observe
 from specrl_jax.rl import experience
 from specrl_jax.rl.algorithm import resolve
 from specrl_jax.rl.programs import blank_rollout
@@ -20,14 +20,6 @@ def order(prompts: int = 12, seed: int = 0, **rl) -> PromptOrder:
 
 def rewards(*means: float) -> np.ndarray:
     return np.repeat(np.float32(means)[:, None], 2, 1)
-
-
-def test_uniform_order_is_that_of_epochs() -> None:
-    uniform, history = order(), order().init()
-    for step in range(4):
-        indices = uniform.indices(history, step, 4)
-        np.testing.assert_array_equal(indices, step_prompts(12, 0, step, 4))
-        history = observe(history, indices, rewards(*[0.0] * 4))
 
 
 def test_filter_goes_on_where_the_last_step_ended() -> None:
@@ -61,11 +53,6 @@ def test_pass_rate_prefers_prompts_near_one_half() -> None:
     other = order(seed=1, curriculum="pass_rate")
     blank = other.init()
     assert other.indices(blank, 0, 12).tolist() != curriculum.indices(blank, 0, 12).tolist()
-
-
-def test_filter_of_a_single_prompt_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rl.filter = 'dynamic': chooses among prompts, but the"):
-        order(prompts=1, filter="dynamic")
 
 
 @pytest.mark.parametrize("useful, groups", [
@@ -124,16 +111,13 @@ def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
 
 @pytest.mark.parametrize("values, words", [
     (dict(prompts_per_step=1, rl=dict(filter="dynamic")), "prompts_per_step = 1: rl.filter = dyn"),
-    (dict(rl=dict(filter="all")), "rl.filter = 'all': choose one of none, dynamic"),
+    (dict(rl=dict(filter="dynamic", teacher="x")), "rl.filter = 'dynamic': a teacher tells more"),
     (dict(rl=dict(filter="dynamic", advantage="batch")), "rl.filter = 'dynamic': rl.advantage = b"),
     (dict(rl=dict(overlong="cut")), "rl.overlong = 'cut': choose one of keep, mask, soft"),
     (dict(rl=dict(curriculum="easy")), "rl.curriculum = 'easy': choose one of uniform, pass_rate"),
 ])
 def test_values_that_cannot_work_are_refused(values, words) -> None:
+    with pytest.raises(ConfigError, match="rl.filter = 'dynamic': chooses among prompts, but the"):
+        order(prompts=1, filter="dynamic")
     with pytest.raises(ConfigError, match=words):
         Config(**values | {"rl": RLConfig(**values["rl"]), "data": DataConfig()})
-
-
-def test_filter_is_refused_with_a_teacher() -> None:
-    with pytest.raises(ConfigError, match="rl.filter = 'dynamic': a teacher tells more"):
-        RLConfig(filter="dynamic", teacher="random:tiny")

@@ -2,11 +2,10 @@
 
 import dataclasses
 import datetime
-from pathlib import Path
 
 import pytest
 
-from specrl_jax.config import Config, ConfigError, DataConfig, RolloutConfig, override
+from specrl_jax.config import Config, ConfigError, DataConfig, RolloutConfig
 from specrl_jax.data.prompts import Prompts, make_prompts
 from specrl_jax.model.tiny import byte_tokenizer
 
@@ -15,6 +14,10 @@ DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[0]['content'] }}"
 
 def riddles(data, say):
     return [{"question": "x" * n, "answer": "y"} for n in (5, 50, 7, 90)]
+
+
+def twins(data, say):
+    return [{"id": 7, "question": f"{i}?", "answer": 1} for i in range(2)]
 
 
 def make(said: list[str], chat_template: str | None = None, width: int = 200, **data) -> Prompts:
@@ -51,30 +54,22 @@ def test_long_prompts_are_refused_or_dropped_and_counted() -> None:
     assert [e["id"] for e in kept.examples] == [0, 2] == list(kept.index_of)
     assert said == ["2 of 4 prompts have more than rollout.max_prompt_tokens = 50 tokens and are "
                     "left out"]
-    with pytest.raises(ConfigError, match="raise it to at least that"):
-        make([], width=10, long_prompts="drop")
+    for fields, words in ((dict(width=10, long_prompts="drop"), "raise it to at least that"),
+                          (dict(name=f"{__name__}:twins"), "data.name = .*: 2 examples have the"),
+                          (dict(chat_template=""), "the prompt of example 0 has no tokens")):
+        with pytest.raises(ConfigError, match=words):
+            make([], **fields)
 
 
 def test_what_only_generate_does_is_refused_elsewhere() -> None:
-    config = Config(data=DataConfig(name=f"{__name__}:riddles"), rollout=RolloutConfig(stop=("x",)))
-    with pytest.raises(ConfigError, match=r"rollout.stop = \('x',\): only generate.py ends"):
-        make_prompts(config, byte_tokenizer(), print)
-    config = override(config, {"rollout.stop": (), "rollout.repetition_penalty": 1.2})
-    with pytest.raises(ConfigError, match="rollout.repetition_penalty = 1.2: only generate.py"):
-        make_prompts(config, byte_tokenizer(), print)
+    for options, words in ((RolloutConfig(stop=("x",)), r"stop = \('x',\): only generate.py ends"),
+                           (RolloutConfig(repetition_penalty=1.2), "penalty = 1.2: only gener")):
+        with pytest.raises(ConfigError, match=f"rollout..*{words}"):
+            make_prompts(Config(rollout=options), byte_tokenizer(), print)
+    for fields, words in (({"template": ("x",)}, "data.template = 'x': give NAME=VALUE"),
+                          ({"template": ("messages=[]",)}, "data.template = 'messages=.*: give NA"),
+                          ({"date": "31 Jan"}, "data.date = '31 Jan': give a date as YYYY-MM-DD")):
+        with pytest.raises(ConfigError, match=words):
+            DataConfig(**fields)
     with pytest.raises(ConfigError, match="rollout.stop = .*: an empty string ends every answer"):
         RolloutConfig(stop=("",))
-
-
-def twins(data, say):
-    return [{"id": 7, "question": f"{i}?", "answer": 1} for i in range(2)]
-
-
-def test_examples_that_share_an_id_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.name = .*: 2 examples have the id 7"):
-        make([], name=f"{__name__}:twins")
-
-
-def test_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the prompt of example 0 has no tokens"):
-        make([], "")

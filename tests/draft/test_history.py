@@ -94,22 +94,12 @@ def test_history_prefers_the_longest_suffix() -> None:
     assert {chain[0] for chain in short} == {5, 6}
 
 
-def test_siblings_are_read_and_other_groups_are_not() -> None:
+def test_siblings_and_past_are_read_and_other_groups_are_not() -> None:
     corpus = Corpus([[9], [9]], [[1, 2], [1, 2, 3, 4, 5], [1, 2], [6, 6, 6]], group=2)
     assert corpus.chains(0)[0] == [3, 4, 5]
     assert corpus.chains(2) == []  # its sibling never said 2
-
-
-def test_history_reads_the_past_of_the_prompt() -> None:
     corpus = Corpus([[9], [9]], [[1, 2], [1, 2]], past=[[[0, 1, 2, 6, 7]], [[1, 2, 8]]])
     assert corpus.chains(0)[0] == [6, 7] and corpus.chains(1) == [[8]]
-
-
-@pytest.mark.parametrize("steps,branch", [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
-def test_steps_and_branch_bound_the_tree(steps: int, branch: int) -> None:
-    said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]
-    chains = Corpus([[9]], [said]).chains(steps=steps, branch=branch)
-    assert [len(c) for c in chains] == [steps] * (branch if steps else 0)
 
 
 def test_estimates_of_siblings_sum_to_one_at_most() -> None:

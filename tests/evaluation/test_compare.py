@@ -25,13 +25,6 @@ def write(run, records, steps=None, **config):
     return run
 
 
-@pytest.mark.parametrize("a, b, at", [
-    ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([1], [], 0),
-    ([], [], None)])
-def test_first_difference(a, b, at):
-    assert compare.first_difference(a, b) == compare.first_difference(b, a) == at
-
-
 def test_steps_are_compared_by_key_whatever_the_order(tmp_path):
     a = write(tmp_path / "a", [record(0, 1, 0, [5, 6]), record(0, 2, 0, [7]),
                                record(1, 1, 0, [1, 2, 3]), record(1, 2, 1, [4, 4, 4])])
@@ -81,10 +74,6 @@ def test_runs_that_were_asked_something_else_are_refused(tmp_path, rows, message
     b = write(tmp_path / "b", rows, steps=len(rows))
     with pytest.raises(ConfigError, match=message):
         list(compare.compare_steps(a, b))
-
-
-def test_runs_without_samples_are_refused(tmp_path):
-    a = write(tmp_path / "a", [record(0, 0, 0, [1])])
     (a / "samples.jsonl").unlink()
     with pytest.raises(ConfigError, match="samples.jsonl must be in both"):
         list(compare.compare_steps(a, a))
@@ -92,8 +81,7 @@ def test_runs_without_samples_are_refused(tmp_path):
 
 @pytest.mark.parametrize("field, value, refused", [
     ("spec", {"drafter": "off"}, False), ("rollout", {"batch_size": 8}, False),
-    ("rollout", {"batch_size": 32}, False), ("steps", 3, False), ("name", "x", False),
-    ("rollout", {"temperature": 0.5}, True), ("seed", 1, True), ("data", {"level": "add3"}, True),
+    ("steps", 3, False), ("rollout", {"temperature": 0.5}, True), ("seed", 1, True),
     ("steps_", 1, True), ("spectrum", 1, True),
 ])
 def test_configs_may_differ_only_where_tokens_may_not(tmp_path, field, value, refused):

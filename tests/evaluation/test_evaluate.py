@@ -55,7 +55,7 @@ def tally(count, samples, *rollouts):
 def test_answers_are_judged_without_their_stop_token_and_padding():
     actual = tally(2, 2, rollout(
         answer(10, 0, "it is 1", stopped=False), answer(0, 1, "1"), answer(0, 0, "0"),
-        answer(10, 1, "is 1")))
+        answer(10, 1, "is 1"), answer(0, 0, "77", occurrence=1)))  # fills the rollout
     assert actual["problems"] == [0, 10]
     assert actual["correct"] == [[1, 0], [1, 1]]
     assert actual["accuracy"] == 0.75 and actual["interval_method"] == "bootstrap"
@@ -74,11 +74,6 @@ def test_reward_failing_elsewhere_fails_the_same_way_here(monkeypatch):
         tally(2, 1, rollout(answer(0, 0, "0"), answer(10, 0, "1")))
 
 
-def test_repeats_that_fill_a_rollout_do_not_count():
-    actual = tally(1, 1, rollout(answer(0, 0, "0"), answer(0, 0, "77", occurrence=1)))
-    assert actual["correct"] == [[1]] and actual["tokens"] == 2
-
-
 def test_batches_hold_every_problem_once_and_fill_the_last():
     parts = prompt_batches(ask(5), 4)
     assert [len(p.prompts) for p in parts] == [4, 4]
@@ -87,18 +82,6 @@ def test_batches_hold_every_problem_once_and_fill_the_last():
     assert ids[occurrence == 0].tolist() == [0, 10, 20, 30, 40]
     assert len(set(zip(ids.tolist(), occurrence.tolist(), strict=True))) == 8
     assert parts[1].prompts == [[4], [0], [1], [2]]
-
-
-def test_more_shards_than_problems_repeat_them_again():
-    asked, = prompt_batches(ask(3), 8)
-    assert asked.prompt_id.tolist() == [0, 10, 20] * 2 + [0, 10]
-    assert asked.occurrence.tolist() == [0] * 3 + [1] * 3 + [2] * 2
-
-
-@pytest.mark.parametrize("problems, samples, shards, want", [
-    (200, 1, 1, 200), (200, 1, 8, 200), (50, 1, 8, 56), (4097, 1, 1, 2049), (1000, 8, 4, 500)])
-def test_rollouts_are_equal_parts(problems, samples, shards, want):
-    assert evaluate.prompts_at_once(problems, samples, shards) == want
 
 
 def answers(correct, **changes):
@@ -114,16 +97,6 @@ def test_paired_difference():
     assert (pair["better"], pair["worse"]) == (20, 0)
     assert pair["interval"] == pytest.approx([0.13, 0.28], abs=0.02)  # unpaired: 0.06 .. 0.34
     assert evaluate.paired(answers(after), answers(before))["difference"] == pytest.approx(-0.2)
-
-
-def test_pairing_takes_any_number_of_samples():
-    pair = evaluate.paired(answers([[1], [0]]), answers([[1, 0], [1, 1]]))
-    assert pair["difference"] == 0.25 and (pair["better"], pair["worse"]) == (1, 1)
-
-
-def test_pairing_refuses_another_reward():
-    with pytest.raises(ConfigError, match="--reward = 'latex': the baseline was judged by 'exact'"):
-        evaluate.paired(answers([[1], [0]]), answers([[1], [0]], reward="latex"))
 
 
 @pytest.mark.parametrize("terms, asked, reward", [
@@ -143,6 +116,7 @@ def test_samples_at_temperature_0_are_refused():
 @pytest.mark.parametrize("change, message", [
     ({"problems": [0, 2]}, "its problems differ"),
     ({"questions_sha256": "y"}, "its questions differ"),
+    ({"reward": "latex"}, "--reward = 'latex': the baseline was judged by 'exact'"),
     ({"data": {"name": "a", "level": "b", "split": "train"}}, "data.split = 'train': the baseline"),
 ])
 def test_pairing_refuses_other_problems(change, message):

@@ -19,20 +19,12 @@ def length(prompt, completion, example):
     return len(completion)
 
 
+def given(prompt, completion, example):
+    return example["value"]
+
+
 def broken(prompt, completion, example):
     raise RuntimeError("no\nnumber")
-
-
-def infinite(prompt, completion, example):
-    return float("inf")
-
-
-def listed(prompt, completion, example):
-    return [1.0]
-
-
-def leaving(prompt, completion, example):
-    raise SystemExit(3)
 
 
 def other_signature(completions, **others):
@@ -41,14 +33,6 @@ def other_signature(completions, **others):
 
 def stuck_in_c(prompt, completion, example):
     return float(9 ** 9 ** 9 if completion == "stuck" else 1)
-
-
-def huge(prompt, completion, example):
-    return 10**400
-
-
-def beyond_float32(prompt, completion, example):
-    return 1e39
 
 
 def dying(prompt, completion, example):
@@ -87,28 +71,24 @@ def test_terms_are_weighted_and_told_one_by_one():
     (("math:no_such_function",), ["no_such_function", "defines"]),
     (("math:pi",), ["math:pi", "function"]),
     (("exact", "exact"), ["exact", "once"]),
-    (("exact:",), ["exact:"]),
     ((f"{__name__}:other_signature",), ["other_signature", "function of (prompt, completion, e"]),
 ])
 def test_bad_terms_are_refused_in_a_line(terms, words):
+    for value in ("go on", "nan", ""):
+        with pytest.raises(ConfigError, match=f"reward.on_failure = '{value}': give stop, or a n"):
+            RewardConfig(on_failure=value)
     with pytest.raises(ConfigError) as error:
         compose(terms, (1.0,) * len(terms))
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
 
-def test_weights_must_match():
-    with pytest.raises(ConfigError, match="reward.weights"):
-        compose(("exact", "exact_only"), (1.0,))
-
-
 @pytest.mark.parametrize("name, example, words", [
     (f"{__name__}:broken", EXAMPLE, "example 7, answer '74': RuntimeError: no number"),
-    (f"{__name__}:leaving", EXAMPLE, "example 7, answer '74': SystemExit: 3"),
-    (f"{__name__}:infinite", EXAMPLE, "example 7, answer '74': returned inf"),
-    (f"{__name__}:listed", EXAMPLE, "returned [1.0]; a reward must be a finite number"),
-    (f"{__name__}:huge", EXAMPLE, "example 7, answer '74': returned 1"),
-    (f"{__name__}:beyond_float32", EXAMPLE, "example 7, answer '74': returned 1e+39"),
+    ("latex", {"id": 3, "answer": ""}, "example 3, answer '74': ValueError: math-verify"),
+    (f"{__name__}:given", EXAMPLE | {"value": math.inf}, "example 7, answer '74': returned inf"),
+    (f"{__name__}:given", EXAMPLE | {"value": [1.0]}, "returned [1.0]; a reward must be a finite"),
+    (f"{__name__}:given", EXAMPLE | {"value": 1e39}, "example 7, answer '74': returned 1e+39"),
     ("exact", {"id": 3, "answer": "x"}, "example 3, answer '74': ValueError: the answer 'x'"),
     ("exact", {"id": 3}, "example 3, answer '74': KeyError: 'answer'"),
 ])
@@ -117,14 +97,6 @@ def test_a_failing_reward_is_named_with_its_answer(name, example, words):
         of((name,), [("", "74", example)])
     assert f"reward {name!r}" in str(error.value) and words in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_ctrl_c_in_a_reward_is_the_users(monkeypatch):
-    def interrupted(prompt, completion, example):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        judge.evaluate("mine", interrupted, "", "", EXAMPLE)
 
 
 def test_latex_beyond_the_limit_is_wrong_and_is_told():
@@ -137,11 +109,6 @@ def test_latex_beyond_the_limit_is_wrong_and_is_told():
                     "'$9^{9^{9^9}}$': took over reward.seconds = 0.5"]
 
 
-def test_latex_names_an_answer_that_it_cannot_read():
-    with pytest.raises(judge.RewardError, match="example 3, answer '1': ValueError: math-verify"):
-        of(("latex",), [("", "1", {"id": 3, "answer": ""})])
-
-
 @pytest.mark.ci
 def test_workers_judge_all_terms_in_order_with_limits():
     terms, options = (f"{__name__}:length", f"{__name__}:stuck_in_c"), {"workers": 2}
@@ -152,10 +119,10 @@ def test_workers_judge_all_terms_in_order_with_limits():
     with pytest.raises(judge.RewardError, match="answer 'stuck': took over reward.seconds = 0.5"):
         of(terms, [("", "stuck", EXAMPLE)], seconds=0.5, **options)
     assert time.process_time() - began < 1  # not in this process
+    with pytest.raises(judge.RewardError, match="took over reward.seconds = 0.1"):
+        of((f"{__name__}:sleeping",), [("", "1", EXAMPLE)], seconds=0.1, **options)
     with pytest.raises(judge.RewardError, match="ended its process with status 3"):
         of((f"{__name__}:dying",), [("", "1", EXAMPLE)], **options)
-    with pytest.raises(judge.RewardError, match="SystemExit: 3"):
-        of((f"{__name__}:leaving",), [("", "1", EXAMPLE)], **options)
 
 
 def test_answers_that_exact_cannot_judge_are_refused_before():
@@ -212,24 +179,12 @@ def sleeping(prompt, completion, example):
 
 
 @pytest.mark.ci
-def test_answer_that_takes_no_cpu_time_ends_by_the_clock():
-    with pytest.raises(judge.RewardError, match="took over reward.seconds = 0.1"):
-        of((f"{__name__}:sleeping",), [("", "1", EXAMPLE)], workers=1, seconds=0.1)
-
-
-@pytest.mark.ci
 def test_workers_that_were_killed_are_started_again():
     made = Workers(1, [f"{__name__}:length"], 2.0)
     for answer in ("a", "bb"):
         assert made.judge(f"{__name__}:length", [("", answer, EXAMPLE)]) == [Outcome(len(answer))]
         assert made._process is not None
         made._process.kill()
-
-
-@pytest.mark.parametrize("value", ["go on", "nan", "inf", ""])
-def test_on_failure_is_stop_or_a_number(value):
-    with pytest.raises(ConfigError, match=f"reward.on_failure = '{value}': give stop, or a number"):
-        RewardConfig(on_failure=value)
 
 
 def test_batched_reward_gets_all_answers_in_this_process():
@@ -252,3 +207,11 @@ def test_batched_reward_that_fails_stops_or_counts(said, words):
     actual = of((f"{__name__}:shares",), answers, on_failure="3")
     assert actual[1].total == 3 and all(words in x for x in actual[1].failures.values())
     assert actual[0].total == (2 / 3 if said == "nan" else 3)
+
+
+def test_ctrl_c_in_a_reward_is_the_users(monkeypatch):
+    def interrupted(prompt, completion, example):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judge.evaluate("mine", interrupted, "", "", EXAMPLE)

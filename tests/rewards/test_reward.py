@@ -12,50 +12,31 @@ EXAMPLE = {"id": 7, "question": "What is 52 + 21?", "answer": "73"}
 
 @pytest.mark.parametrize("text, number", [
     ("73", "73"),
-    ("The answer is 73.", "73"),
-    ("52 + 21 = 73", "73"),
     ("**73**", "73"),
-    ("73.0", "73"),
     ("73.50", "73.5"),
     (".5", "0.5"),
     ("$1,234.50.", "1234.5"),
-    ("12,345,678", "12345678"),
     ("1, 2, 3", "3"),
     ("1,2,34", "34"),
-    ("-5", "-5"),
     ("−5", "-5"),
-    ("+5", "5"),
     ("-$5", "-5"),
     ("$-5", "-5"),
     ("--5", "-5"),
-    ("it is -5.", "-5"),
     ("10-5", "5"),
-    ("10 - 5", "5"),
     ("(2)-5", "5"),
-    ("12 - 45 = -33", "-33"),
     ("50%", "50"),
     ("12 eggs\n#### 72", "72"),
     ("#### 72\nI used 3 steps.", "72"),
-    ("#### 1\n#### 2", "2"),
     ("5 ####", None),
     ("2 or 3/2", None),
     ("10^5", None),
     ("at 3:30", None),
     ("1/2 = 0.5", "0.5"),
-    ("10/5: 2", "2"),
-    ("no number", None),
     ("", None),
     ("٣", None),
 ])
 def test_final_number(text, number):
     assert reward.final_number(text) == (None if number is None else Decimal(number))
-
-
-@pytest.mark.parametrize("completion, value", [
-    ("73", 1), ("It is 73.0.", 1), ("74", 0), ("73 or 74", 0), ("", 0), ("-73", 0), ("#### 73", 1),
-])
-def test_exact(completion, value):
-    assert reward.exact("", completion, EXAMPLE) == value
 
 
 @pytest.mark.parametrize("answer, completion", [
@@ -72,38 +53,25 @@ def test_exact_refuses_an_answer_that_is_no_number(answer, completion):
         reward.exact("", completion, {"answer": answer})
 
 
-@pytest.mark.parametrize("completion, value", [
-    ("73", 1), (" 73\n", 1), ("-1,234.5", 1), ("$5", 1), ("9", 1),
-    ("73.", 0), ("It is 73", 0), ("7 3", 0), ("52+21", 0), ("", 0),
-])
-def test_exact_only(completion, value):
-    assert reward.exact_only("", completion, EXAMPLE) == value
+@pytest.mark.parametrize("name, completion, value", [
+    *(("exact", text, value) for text, value in (
+        ("It is 73.0.", 1), ("74", 0), ("73 or 74", 0), ("-73", 0), ("#### 73", 1), ("", 0))),
+    *(("exact_only", text, value) for text, value in (
+        (" 73\n", 1), ("-1,234.5", 1), ("$5", 1), ("73.", 0), ("7 3", 0), ("52+21", 0), ("", 0))),
+    *(("has_answer_marker", text, value) for text, value in (
+        ("52 + 21 = 73\n#### 73", 1), (r"so \boxed{9}.", 1), (r"\boxed{ -1,000 }", 1),
+        ("#### 73\nDone.", 0), ("#### seventy", 0), ("73", 0), (r"\boxed{x}", 0), ("", 0))),
+    *(("digit_fraction", text, value) for text, value in (("73", 1), ("a1", 0.5), ("", 0)))])
+def test_rewards_by_rules(name, completion, value):
+    assert getattr(reward, name)("", completion, EXAMPLE) == value
 
 
-@pytest.mark.parametrize("completion, value", [
-    ("52 + 21 = 73\n#### 73", 1), ("#### 9\n", 1), (r"so \boxed{9}.", 1), (r"\boxed{ -1,000 }", 1),
-    ("#### 73\nDone.", 0), ("#### seventy", 0), ("73", 0), (r"\boxed{x}", 0), ("", 0),
-])
-def test_has_answer_marker(completion, value):
-    assert reward.has_answer_marker("", completion, EXAMPLE) == value
-
-
-@pytest.mark.parametrize("completion, value", [("73", 1), ("a1", 0.5), ("ab", 0), ("", 0)])
-def test_digit_fraction(completion, value):
-    assert reward.digit_fraction("", completion, EXAMPLE) == value
-
-
-LATEX = [
+@pytest.mark.parametrize("answer, completion, value", [
     (r"\frac{1}{2}", r"so $\frac{2}{4}$", 1),
-    (r"\frac{1}{2}", "0.5", 1),
     (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}", 0),
     ("x^2+2x+1", r"$(x+1)^2$", 1),
     (r"$\sqrt{8}$", r"$2\sqrt{2}$", 1),
-    ("73", r"The sum is \boxed{73}.", 1),
     ("73", "", 0),
-]
-
-
-@pytest.mark.parametrize("answer, completion, value", LATEX)
+])
 def test_latex(answer, completion, value):
     assert latex("", completion, {"answer": answer}) == value

@@ -22,7 +22,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.run import train
 
 
-@pytest.mark.parametrize("text", ["gs://bucket/run", "s3://x", "https://host/x", "hdfs:/x"])
+@pytest.mark.parametrize("text", ["gs://bucket/run", "hdfs:/x"])
 @pytest.mark.parametrize("ask", [
     paths.local_path, paths.output_file, paths.output_directory,
     lambda field, value: train(load_config("tiny"), value),
@@ -83,16 +83,18 @@ def test_home_is_found_and_odd_names_are_taken_as_they_are(
         paths.local_path("x", "~nobody-of-this-name/a")
 
 
-@pytest.mark.parametrize("place", ["file/x", "file/a/b", "/proc/x/y", "/sys/x"])
+@pytest.mark.parametrize("place", ["file/x", "file/a/b", "/proc/x/y", "link"])
 def test_directories_that_cannot_be_made_are_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     source = describe_source("random:tiny")
     for ask in (lambda to: paths.output_directory("--out", to),
+                lambda to: cost_file.check_place(f"{to}/x.json"),
                 lambda to: export(to, source.arch, source.params(), source.tokenizer)):
-        with pytest.raises(ConfigError, match="out = .*; choose another place") as refused:
+        with pytest.raises(ConfigError, match="(out|table) = .*; choose another place") as refused:
             ask(tmp_path / place)
         assert "\n" not in str(refused.value)
-    assert os.listdir(tmp_path) == ["file"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 @pytest.mark.parametrize("place, words", [
@@ -121,33 +123,18 @@ def test_full_disk_leaves_the_old_file_and_no_other(
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
 
 
-def test_file_that_takes_the_temporary_name_is_a_line(tmp_path: Path) -> None:
-    (tmp_path / "x.json.tmp").mkdir()
-    with pytest.raises(ConfigError, match="x.json: cannot be written .Is a directory"):
-        write_atomically(tmp_path / "x.json", "new")
-    assert os.listdir(tmp_path) == ["x.json.tmp"]
-
-
 @pytest.mark.parametrize("error, kind", [
     (OSError(errno.ENOSPC, "No space left on device"), ConfigError), (ValueError("x"), ValueError),
     (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_failed_export_leaves_nothing_behind(
+def test_failed_export_leaves_that_of_another(
         error: BaseException, kind: type, tmp_path: Path) -> None:
-    with pytest.raises(kind):
-        with paths.new_directory("--out", tmp_path / "a" / "b") as partial:
-            (partial / "half").touch()
-            raise error
-    assert os.listdir(tmp_path) == []
-
-
-def test_failed_export_leaves_that_of_another(tmp_path: Path) -> None:
     """Both make the directory above, and one is complete before the other fails."""
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         with paths.new_directory("--out", tmp_path / "exports" / "a" / "b") as partial:
             (partial / "half").touch()
             with paths.new_directory("--out", tmp_path / "exports" / "c") as other:
                 (other / "whole").touch()
-            raise KeyboardInterrupt
+            raise error
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
         "exports", "exports/c", "exports/c/whole"]
 
@@ -179,13 +166,6 @@ def test_empty_directory_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.
     assert os.stat("..").st_mtime_ns == parent.st_mtime_ns, "nothing was made beside it"
 
 
-def test_links_to_nothing_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("nowhere")
-    for new in (True, False):
-        with pytest.raises(ConfigError, match="--out = .*link': is a link to nothing; choose"):
-            paths.output_directory("--out", tmp_path / "link", new=new)
-
-
 def test_cache_that_cannot_be_written_is_done_without(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
@@ -200,14 +180,3 @@ def test_cache_that_cannot_be_written_is_done_without(
     assert paths.user_cache("cost") == tmp_path / "cache" / "specrl_jax" / "cost"
     actual = cost_file.path_of("", {"device": "x"})
     assert actual is not None and actual.parent == paths.user_cache("cost")
-
-
-@pytest.mark.parametrize("place", ["file/x.json", "/proc/x/t.json", "directory"])
-def test_cost_table_is_refused_before_anything_is_measured(place: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "directory").mkdir()
-    with pytest.raises(ConfigError, match="control.cost_table = "):
-        cost_file.check_place(str(tmp_path / place))
-    cost_file.check_place(str(tmp_path / "new" / "t.json"))
-    cost_file.check_place("")
-    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
