@@ -14,9 +14,10 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from specrl_kernels.cache_append import cache_append, row_append
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
-from specrl_jax.draft.network import KV, Growth
+from specrl_jax.draft.network import KV, Growth, NetworkCache
 from specrl_jax.draft.protocol import (
     Drafter,
     DraftRequest,
@@ -51,14 +52,6 @@ from specrl_jax.structs import (
 
 T = TypeVar("T")
 _MULTIPLE = 128  # cache positions that tree attention reads at once
-
-
-class NetworkCache(struct.PyTreeNode):
-    """What a network has processed. Positions from `length` on hold garbage and are never read."""
-
-    kv: KV  # of S' positions
-    length: Array  # i32[B] processed positions
-    hidden: Array  # f[B, F] output at the last processed position
 
 
 class CachedState(struct.PyTreeNode):
@@ -103,8 +96,10 @@ def split_heads(state: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
     def split(part: PyTree, to: PyTree) -> PyTree:
         if not isinstance(part, NetworkCache):
             return to
-        return to.replace(kv=jax.tree.map(lambda a: NamedSharding(mesh, PartitionSpec(
-            ROWS, *spec_of(a.shape[1:], ("kv_heads", None, None), ROLLOUT_RULES, mesh))), part.kv))
+        kv, last = jax.tree.map(lambda a: NamedSharding(mesh, PartitionSpec(ROWS, *spec_of(
+            a.shape[1:], ("kv_heads", *[None] * (a.ndim - 2)), ROLLOUT_RULES, mesh))),
+            (part.kv, part.last))
+        return to.replace(kv=kv, last=last)
 
     return jax.tree.map(split, state, placed, is_leaf=lambda x: isinstance(x, NetworkCache))
 
@@ -133,14 +128,16 @@ def cache_size(cache: int, depth: int) -> int:
 def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: bool, info: RolloutInfo
           ) -> CachedState:
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
-    size = cache_size(info.cache, depth)
+    size, transposed = cache_size(info.cache, depth), info.platform == "tpu"
 
     def zeros(*shape: int, dtype: DTypeLike = dtype) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)  # a pod's features would fill a host
 
+    value = (e, size) if transposed else (size, e)
     cache = carrier(NetworkCache, length=np.zeros(b, np.int32), hidden=zeros(b, f),
-                    kv=[(zeros(b, g, e, size), zeros(b, g, size, e))
-                        for _ in range(layer.num_layers)])
+                    kv=[(zeros(b, g, e, size), zeros(b, g, *value))] * layer.num_layers,
+                    last=[(zeros(b, g, e), zeros(b, g, e))] * layer.num_layers,
+                    transposed=transposed)
     return carrier(CachedState, cache=cache, tokens=zeros(b, size + 1, dtype=np.int32),
                    features=zeros(b, size, f) if reads_features else None,
                    prompt=info.prompt.shape[1])
@@ -159,7 +156,8 @@ def _prefill(state: CachedState, fill: SlotFill, tokens: Array, features: Array 
 def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
     """Copies prompts between slots, with their cached keys and values."""
     width, cache = state.prompt, state.cache
-    kv = [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in cache.kv]
+    slots = 3 if cache.transposed else 2
+    kv = [(copy(k, fill, width, 3), copy(v, fill, width, slots)) for k, v in cache.kv]
     # The source may have run on: only its prompt is the copy's too. Its output at the prompt's last
     # position is gone, so at least that one is processed again.
     shared = jnp.minimum(cache.length[jnp.maximum(fill.copy, 0)], fill.length - ahead)
@@ -213,14 +211,35 @@ def extend(array: T, at: Array, new: T, axis: Any = 1) -> T:
         functools.partial(write, b), array, new, axis), array)
 
 
+def _append(cache: NetworkCache, fresh: KV, count: Array) -> KV:
+    """Writes the first count[b] of new keys and values, [G, E, B, chunk] each."""
+    if not cache.transposed:
+        return [extend(old, cache.length, (k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)),
+                       (3, 2)) for old, (k, v) in zip(cache.kv, fresh, strict=True)]
+    out: KV = []
+    for old, pair in zip(cache.kv, fresh, strict=True):
+        new = jnp.moveaxis(jnp.stack(pair), -1, 0)[:, None]
+        k, v = cache_append([a[:, None] for a in old], new, cache.length, count)
+        out.append((k[:, 0], v[:, 0]))
+    return out
+
+
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
              path: Path) -> CachedState:
     """Appends the path; entries beyond the committed ones are garbage until overwritten."""
-    state = state.replace(tokens=extend(state.tokens, frontier.context + 1, verdict.tokens))
+    at = frontier.context
+    if straight_line():  # in one pass, because a TPU writes rows of a scatter one after the other
+        tokens, index = state.tokens, jnp.arange(state.tokens.shape[1])[None] - at[:, None] - 1
+        for d in range(verdict.tokens.shape[1]):
+            tokens = jnp.where(index == d, verdict.tokens[:, d:d + 1], tokens)
+    else:
+        tokens = extend(state.tokens, at + 1, verdict.tokens)
+    state = state.replace(tokens=tokens)
     if state.features is None:
         return state
     assert path.taps is not None  # of a drafter with taps it never is
-    return state.replace(features=extend(state.features, frontier.context, path.taps))
+    return state.replace(features=row_append(state.features, path.taps, at, verdict.count)
+                         if straight_line() else extend(state.features, at, path.taps))
 
 
 def _propose(growth: Growth, params: DrafterParams, state: CachedState, request: DraftRequest
@@ -232,14 +251,14 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, request:
     frontier = request.frontier
     if straight_line():
         cache = _read(growth, params, state, frontier, 1)
-        tree = grow(growth, params, cache.kv, cache.hidden.T, request)
+        tree = grow(growth, params, cache, request)
         return tree, state.replace(cache=cache)
     wanted = (request.spec.depth > 0) & on_any_shard(frontier.live.any())
     chunks = jnp.where(wanted, _unread_chunks(growth, state, frontier), 0)
     cache = _read(growth, params, state, frontier, chunks)
     tree = jax.lax.cond(
         wanted,
-        lambda: grow(growth, params, cache.kv, cache.hidden.T, request),
+        lambda: grow(growth, params, cache, request),
         lambda: roots(frontier.root, frontier.live, growth.nodes).replace(
             proposal=no_proposal(growth, params, frontier.root.shape[0])))
     return tree, state.replace(cache=cache)
@@ -299,16 +318,23 @@ def _read_chunk(growth: Growth, params: DrafterParams, state: CachedState, targe
     def look(index: Any, q: Array, k: Array, v: Array) -> Array:
         fresh.append((k, v))
         new = (k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1))
-        return attend(q, packed, new, chain, cache.kv[index], cache.length)
+        return attend(q, packed, new, chain, cache, index, cache.length)
 
     out = network.run(params, token, given, position, look)
     # Only finite numbers are cached, because attention multiplies what it masks by 0. This also
     # makes the write wait for the attention that reads the cache; otherwise XLA copies the cache.
     sound = jnp.isfinite(out).all(0)[None, None]
-    last = jnp.take_along_axis(jnp.moveaxis(out, 0, -1), jnp.maximum(count - 1, 0)[
-        :, None, None], 1)[:, 0]
-    kv = [extend(old, cache.length, (jnp.where(sound, k, 0).transpose(2, 0, 1, 3),
-                                     jnp.where(sound, v, 0).transpose(2, 0, 3, 1)), (3, 2))
-          for old, (k, v) in zip(cache.kv, fresh, strict=True)]
-    return NetworkCache(kv=kv, length=cache.length + count, hidden=jnp.where(
-        count[:, None] > 0, last.astype(cache.hidden.dtype), cache.hidden))
+    fresh = [(jnp.where(sound, k, 0), jnp.where(sound, v, 0)) for k, v in fresh]
+    newest = jnp.maximum(count - 1, 0)
+
+    def keep_newest(old: Array, new: Array) -> Array:
+        """Returns f[B, ...] of new [B, chunk, ...] where a position was processed."""
+        at, some = (x.reshape(-1, *(1,) * (new.ndim - 1)) for x in (newest, count > 0))
+        picked = jnp.take_along_axis(new, at, 1)[:, 0].astype(old.dtype)
+        return jnp.where(some[:, 0], picked, old)
+
+    by_row: KV = [(k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1)) for k, v in fresh]
+    return cache.replace(
+        kv=_append(cache, fresh, count), length=cache.length + count,
+        hidden=keep_newest(cache.hidden, jnp.moveaxis(out, 0, -1)),
+        last=jax.tree.map(keep_newest, cache.last, by_row))

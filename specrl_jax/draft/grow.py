@@ -13,7 +13,7 @@ from flax import struct
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.draft.children import likeliest_children
-from specrl_jax.draft.network import KV, Growth
+from specrl_jax.draft.network import KV, Growth, NetworkCache
 from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.sharding import straight_line
@@ -56,7 +56,7 @@ class _Round:
 
     growth: Growth
     params: DrafterParams
-    cache: KV  # the network's keys and values of all positions before the root
+    cache: NetworkCache  # of all positions before the root
     request: DraftRequest
 
     @property
@@ -66,34 +66,30 @@ class _Round:
 
 
 def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
-           cache: tuple[Array, Array], length: Array) -> Array:
-    """Runs tree attention on queries [G, R, E, ...].
+           cache: NetworkCache, index: int, length: Array) -> Array:
+    """Runs tree attention of layer `index` on queries [G, R, E, ...].
 
     Args:
       packed: (row, node) i32[W] of the queries, in their order.
       fresh: the tree's (k, v), each [B, n, G, E]; parent: i32[B, n].
-      cache: (k [B, G, E, S], v [B, G, S, E]); length: i32[B].
+      length: i32[B] positions of the cache.
     """
     g, r, e = q.shape[:3]
     out = tree_attention(q.reshape(g * r, e, -1).transpose(2, 0, 1), *packed, *fresh, parent,
-                         *cache, length, scale=e**-0.5)
+                         *cache.kv[index], length, scale=e**-0.5,
+                         transposed_v=cache.transposed)
     return out.transpose(1, 2, 0).reshape(q.shape)
 
 
-def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, request: DraftRequest
+def grow(growth: Growth, params: DrafterParams, cache: NetworkCache, request: DraftRequest
          ) -> DraftTree:
-    """Grows one round's trees.
-
-    Args:
-      cache: keys and values of all positions before the root.
-      hidden: f[F, B] the network's output at the last of these positions.
-    """
+    """Grows one round's trees; `cache` has all positions before the root."""
     r, frontier, spec = _Round(growth, params, cache, request), request.frontier, request.spec
     none = jnp.zeros((frontier.root.shape[0], 1), jnp.int32)
     reads = frontier.live & (frontier.context >= growth.network.ahead)
     grown, front = _expand(r, None, LevelNodes(
         index=none, slot=none, token=frontier.root[:, None], survival=jnp.ones(none.shape),
-        hidden=hidden[..., None], live=reads[:, None]), jnp.int32(1))
+        hidden=cache.hidden.T[..., None], live=reads[:, None]), jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
         grown, front, keys = carry
@@ -165,10 +161,8 @@ def _proposal(growth: Growth, params: DrafterParams, grown: Grown, in_tree: Arra
 
 def _root_keys(r: _Round) -> tuple[KV, Array]:
     """Returns the tree's keys and values, and parents i32[B, n]; node 0 is the last position."""
-    last = r.last[:, None, None, None]
     room = ((0, 0), (0, (r.growth.depth - 1) * r.growth.branch), (0, 0), (0, 0))
-    fresh = [(jnp.pad(jnp.take_along_axis(k, last, 3)[:, None, ..., 0], room),
-              jnp.pad(jnp.take_along_axis(v, last, 2)[:, None, :, 0], room)) for k, v in r.cache]
+    fresh = [(jnp.pad(k[:, None], room), jnp.pad(v[:, None], room)) for k, v in r.cache.last]
     return fresh, jnp.zeros(fresh[0][0].shape[:2], jnp.int32)
 
 
@@ -190,7 +184,7 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
         k, v = (put(array, new.transpose(2, 3, 0, 1))
                 for array, new in zip(keys[0][index], (new_k, new_v), strict=True))
         fresh.append((k, v))
-        return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache[index], last)
+        return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache, index, last)
 
     position = jnp.broadcast_to((last + depth - 1)[:, None], (batch, k))
     hidden = r.growth.network.run(r.params, front.token, front.hidden, position, look)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
+from flax import struct
 from specrl_kernels.gumbel_argmax import Threshold
 
 from specrl_jax.config import at_least, check
@@ -13,7 +14,18 @@ from specrl_jax.structs import Array, DrafterParams
 CHILDREN = ("perturbed", "top", "sampled")
 
 KV: TypeAlias = list[tuple[Array, Array]]
-"""(k [B, G, E, S], v [B, G, S, E]) of each layer; of a tree's nodes, both [B, n, G, E]."""
+"""(k, v) of each layer, both [B, n, G, E] of a tree's nodes."""
+
+
+class NetworkCache(struct.PyTreeNode):
+    """What a network has processed. Positions from `length` on hold garbage and are never read."""
+
+    kv: KV  # of S' positions: k [B, G, E, S'], v [B, G, S', E], or as k if transposed
+    length: Array  # i32[B] processed positions
+    hidden: Array  # f[B, F] output at the last processed position
+    last: KV  # k and v [B, G, E] there
+    transposed: bool = struct.field(pytree_node=False)  # as a TPU reads values, see model/cache.py
+
 
 Truncate: TypeAlias = Callable[[Array, Array, Array, str | None], Threshold]
 """(scores f32[W, Vd], top-k i32[W], top-p f32[W], axis that splits Vd) -> what is kept, as

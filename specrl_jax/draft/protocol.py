@@ -48,6 +48,7 @@ class RolloutInfo(NamedTuple):
     group: int  # M
     buffer: int  # T
     cache: int  # S
+    platform: str = "cpu"  # whose layout caches have: "cpu", "gpu" or "tpu"
 
 
 class Survive(Protocol):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from specrl_kernels.cache_append import cache_append
 from specrl_kernels.tree_attention import plan, tree_attention
 
 from specrl_jax.model.architecture import Architecture
@@ -232,7 +233,9 @@ class StackedKV(struct.PyTreeNode):
         return attend
 
     def append(self, new: Array, length: Array, count: Array) -> "StackedKV":
-        """Updates a slice of each row. Where it reaches beyond count[b] it holds zeros."""
+        if self.transposed:
+            k, v = cache_append((self.k, self.v), new, length, count)
+            return self.replace(k=k, v=v)
         within = jnp.arange(new.shape[0])[:, None] < count[None]
         new = jnp.where(within[:, None, None, None, None], new, 0)
 

@@ -218,7 +218,8 @@ class Layout:
         if past is None:
             past = np.full((len(request.prompts), self.past, s.response), -1, np.int32)
         info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
-                           group=s.group, buffer=s.response, cache=s.cache)
+                           group=s.group, buffer=s.response, cache=s.cache,
+                           platform=self.platform)
         sampling = carrier(
             Sampling, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             limit=request.limit, key=request.keys, stop=self.stop)
