@@ -29,14 +29,6 @@ def edit(source, target, change):
     return target
 
 
-def reconfigure(run, **changes):
-    config = json.loads((run / "config.json").read_text())
-    for section, values in changes.items():
-        config[section] |= values
-    (run / "config.json").write_text(json.dumps(config))
-    return run
-
-
 def compare(tmp_path, *arguments):
     """(exit status, what --json holds)."""
     path = tmp_path / "found.json"
@@ -86,14 +78,10 @@ def test_equal_runs(drawn, tmp_path, capsys):
     run, _ = drawn
     status, actual = compare(tmp_path, run, run)
     assert status == 0 and actual["per_million_tokens"] == 0 and actual["steps"] == 2
-    assert actual["accept_length"] == [None, None]  # no metrics here
-    assert capsys.readouterr().out == (
-        "accept length: not recorded in A, not recorded in B\n"
-        "equal: 2 steps, 4 sequences, 4 tokens; log-probabilities, loss and weights equal to the "
-        "last bit in 0 steps\n")
+    assert "\nequal: 2 steps, 4 sequences, 4 tokens; " in capsys.readouterr().out
 
 
-def test_steps_after_a_reward_failed_in_one_run_are_not_compared(drawn, tmp_path, capsys):
+def test_steps_after_a_reward_failed_in_one_run_are_not_compared(drawn, tmp_path):
     run, ranks = drawn
 
     def change(record):
@@ -108,24 +96,19 @@ def test_steps_after_a_reward_failed_in_one_run_are_not_compared(drawn, tmp_path
     a, b = edit(run, tmp_path / "a", change), edit(run, tmp_path / "b", fail)
     status, actual = compare(tmp_path, a, b)
     assert status == 0 and actual["steps"] == 1 and actual["rewards_failed_apart"] == {"0": 1}
-    assert "step 0: rewards of 1 equal answers failed in one run alone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("b, warns", [(1.0, True), (1.5, False)])
-def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsys, b, warns):
-    runs = [edit(drawn[0], tmp_path / name, lambda record: None) for name in "ab"]
-    for run, lengths in zip(runs, ((1.0, 1.0), (1.0, b)), strict=True):
-        rows = [{"step": i, "rollout/accept_length": x} for i, x in enumerate(lengths)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    status, actual = compare(tmp_path, *runs)
-    out = capsys.readouterr().out
-    assert status == 0 and actual["accept_length"] == [1.0, (1 + b) / 2]
-    assert f"accept length: 1.00 in A, {(1 + b) / 2:.2f} in B\n" in out
-    assert ("neither run accepted a draft, so this comparison says nothing about speculation: "
-            "use --config.control.policy=fixed\n" in out) == warns
+@pytest.mark.parametrize("length, warns", [(1.0, True), (1.5, False)])
+def test_comparison_without_a_draft_is_noticed(drawn, tmp_path, capsys, length, warns):
+    run = edit(drawn[0], tmp_path / "b", lambda record: None)
+    rows = [{"step": step, "rollout/accept_length": length} for step in range(2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    status, actual = compare(tmp_path, run, run)
+    assert status == 0 and actual["accept_length"] == [length] * 2
+    assert ("neither run accepted a draft" in capsys.readouterr().out) == warns
 
 
-def test_real_difference_is_reported(drawn, tmp_path, capsys):
+def test_real_difference_is_reported(drawn, tmp_path):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0)))
     status, actual = compare(tmp_path, run, other)
@@ -136,8 +119,6 @@ def test_real_difference_is_reported(drawn, tmp_path, capsys):
     assert difference["drawn"] == difference["token_a"] and difference["gap"] > 1e-4
     assert difference["tolerance"] == pytest.approx(1e-4)
     assert actual["per_million_tokens"] == pytest.approx(1e6 / 2)
-    out = capsys.readouterr().out
-    assert "first step that differs: 0" in out and "0 near ties, 1 real differences" in out
 
 
 def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
@@ -158,34 +139,22 @@ def test_all_steps_at_learning_rate_0_are_ruled(drawn, tmp_path):
         assert difference["drawn"] == difference["token_a"]  # each with the noise of its own step
 
 
-def test_all_steps_at_another_learning_rate_is_refused(drawn, tmp_path, capsys):
-    run, _ = drawn
-    other = reconfigure(edit(run, tmp_path / "b", lambda r: None), learner={"learning_rate": 0.5})
-    assert compare_runs.main([str(run), str(other), "--all_steps", "--force"]) == 2
-    assert "has learner.learning_rate = 0.5" in capsys.readouterr().err
-
-
-def test_configs_must_promise_the_same_tokens(drawn, tmp_path, capsys):
-    run, _ = drawn
-    allowed = reconfigure(edit(run, tmp_path / "b", lambda r: None), spec={"drafter": "off"})
-    assert compare_runs.main([str(run), str(allowed)]) == 0
-    assert "spec.drafter: 'history' in A, 'off' in B" in capsys.readouterr().out
-    refused = reconfigure(edit(run, tmp_path / "c", lambda r: None), rollout={"top_k": 3})
-    assert compare_runs.main([str(run), str(refused)]) == 2
-    assert capsys.readouterr().err.startswith("error: rollout.top_k = 0 in A and 3 in B")
-    assert compare_runs.main([str(run), str(refused), "--force"]) == 0
-
-
-def test_bad_input_is_one_line(drawn, tmp_path, capsys):
-    assert compare_runs.main([str(drawn[0]), str(tmp_path)]) == 2
+@pytest.mark.parametrize("section, values, flags, line", [
+    ("spec", {"drafter": "off"}, [], None), ("rollout", {"top_k": 3}, ["--force"], None),
+    ("rollout", {"top_k": 3}, [], "rollout.top_k = 0 in A and 3 in B"),
+    ("learner", {"learning_rate": 0.5}, ["--all_steps", "--force"], "learner.learning_rate = 0.5"),
+    (None, {}, [], "config.json is missing")])
+def test_configs_must_promise_the_same_tokens(
+        drawn, tmp_path, capsys, section, values, flags, line):
+    run = edit(drawn[0], tmp_path / "b", lambda record: None)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").unlink()
+    if section is not None:
+        config[section] |= values
+        (run / "config.json").write_text(json.dumps(config))
+    assert compare_runs.main([str(drawn[0]), str(run), *flags]) == (2 if line else 0)
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}: no config.json") and error.count("\n") == 1
-
-
-def test_script_compares_two_runs(drawn, command):
-    done = command("compare_runs.py", drawn[0], drawn[0])
-    assert done.returncode == 0 and "\nequal:" in done.stdout, done.stderr
-    assert command("compare_runs.py", drawn[0]).returncode == 2
+    assert (line is None and error == "") or (line in error and error.count("\n") == 1)
 
 
 @pytest.mark.ci

@@ -1,6 +1,5 @@
 """Launches become metrics, a table and figures."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ def workdir(tmp_path: Path) -> Path:
     rows = [{"step": step, "reward/mean": 0.5, "time/rollout": 1.4} | launches.summary(TRACE)
             for step in range(2)]
     (tmp_path / "metrics.jsonl").write_text("".join(map(encode, rows)))
-    sample = {"prompt_id": 0, "sample_id": 0, "prompt": "a", "completion": "b", "tokens": [1],
-              "reward": 1.0}
-    (tmp_path / "samples.jsonl").write_text("".join(
-        json.dumps({"step": step} | sample) + "\n" for step in range(2)))
     return tmp_path
 
 
@@ -56,14 +51,12 @@ def test_summary_adds_up_launches() -> None:
 def test_explain_shows_steps_and_launches(workdir: Path, capsys: Any) -> None:
     assert explain.main([str(workdir)]) == 0
     out = capsys.readouterr().out
-    assert "+0.25" in out and "0.50" in out and out.count("\n") == 6
     header, row = (out.splitlines()[i].replace("┃", "│").split("│")[1:-1] for i in (1, 3))
     shown = {name.strip(): value.strip() for name, value in zip(header, row, strict=True)}
     assert float(shown["saved s"]) == float(shown["plain s"]) - float(shown["launches s"])
     assert float(shown["launches s"]) == sum(t.seconds for t in TRACE)
     assert explain.main([str(workdir), "--step=1"]) == 0
-    out = capsys.readouterr().out
-    assert "1.25e+03" in out and "1.50" in out and "16.0" in out
+    assert "1.25e+03" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments,reason", [(["--step=7"], "--step=7"), ([], "no step records")])

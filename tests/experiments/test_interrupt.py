@@ -28,7 +28,6 @@ LOST = """class Slow:
     while True: pass"""
 
 
-
 def send(code: str, *signals: int) -> tuple[int, str, str]:
     """Runs a program that prints a line before each signal; returns status, output and errors."""
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "experiments", text=True,

@@ -44,13 +44,6 @@ def test_accept_length_sums_the_chances_of_a_chain() -> None:
     assert trace.accept_length(3) == pytest.approx(1 + 0.5 + 0.2 + 0.08)
 
 
-def test_repository_has_a_trace() -> None:
-    trace = traces.read("")
-    assert [round(rate, 2) for rate in trace.acceptance] == [0.47, 0.41, 0.39, 0.37]
-    lengths = trace.responses(64, 8192)
-    assert lengths.shape == (64,) and 512 <= lengths.min() < lengths.max() <= 8192
-
-
 def test_trace_of_a_run_has_its_lengths_and_acceptance(tmp_path: Path) -> None:
     """Half of the rounds drafted two tokens, and committed 1.75 tokens: a + a**2 = 0.75."""
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(
@@ -72,14 +65,6 @@ def test_wrong_trace_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="--trace=.*give a run's directory") as error:
         traces.read(str(path))
     assert "\n" not in str(error.value)
-
-
-def test_lengths_have_a_heavy_tail_at_every_length() -> None:
-    """Few rows are cut, most are short."""
-    for most in (8, 48, 384):
-        lengths = traces.heavy_limits(64, most)
-        assert lengths.min() >= 1 and lengths.max() <= most
-        assert (lengths == most).mean() < 0.1 and (lengths < most / 2).mean() > 0.7
 
 
 def test_memory_is_that_of_the_shapes() -> None:
@@ -129,26 +114,6 @@ def test_layouts_are_ranked_and_those_that_do_not_fit_refused() -> None:
     assert all(name.startswith("memory: most of it ") for name in some.refused)
 
 
-def test_shared_links_slow_tensor_parallel_rounds() -> None:
-    """Reductions of 2 layers x 2 of activations, twice over half of the links."""
-    model = Model(config(**{"mesh.tensor": 2}), TINY)
-    done = work.round_work(model, rows=2, context=8)
-    assert done.sent == 2 * (2 * 2 * 2 * 64 * 4) / 2 and done.collectives == 4
-    whole = work.round_work(Model(config(), TINY), rows=2, context=8)
-    assert (whole.sent, whole.moved) == (0, 2 * done.moved)
-
-
-def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> None:
-    done = command("plan.py", "--config=qwen2_5_0_5b", "--target=v5e:2x2", "--nocompile",
-                   "--config.prompts_per_step=8", f"--out={tmp_path / 'plan.json'}")
-    assert done.returncode == 0, done.stderr
-    for text in ("the step is bound by its", "of its rounds; it pays from", "refused ", "GiB a dev",
-                 "--config.mesh.data="):
-        assert text in done.stdout
-    best = json.loads((tmp_path / "plan.json").read_text())["ranked"][0]
-    assert sum(best["gib"].values()) < 15.75 and best["seconds"]["rollout"] > 0
-
-
 STUBBED = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "experiments")!r})
@@ -174,7 +139,6 @@ def test_command_records_memory_of_what_it_compiled(command: Callable[..., Any],
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
-    (["--config=tiny"], "target = '': give a TPU of v4, "),
     (["--config=tiny", "--target=v5e:2x"], "target = 'v5e:2x': give a TPU of v4, "),
     (["--config=tiny", "--target=h100", "--trace=nowhere"], "--trace=nowhere: "),
     (["--config=tiny", "--target=h100", "--noplain", "--config.spec.drafter=off"],

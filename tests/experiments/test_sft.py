@@ -1,10 +1,8 @@
 """sft.py: killed and resumed it ends the same, and RL starts from what it writes."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,32 +73,13 @@ def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
     finish(workdir, "--config.steps=2", "--config.learner.lora_rank=2")
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "a", "completion": "b"}\n')
-    process = start(workdir, f"--config.data.path={other}", "--config.learner.lora_rank=2")
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 2 and "the training examples are not those" in err
-    process = start(workdir, "--config.learner.lora_rank=2", f"--heldout={other}")
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 2 and "the --heldout examples are not those" in err
-    process = start(workdir, "--config.learner.lora_rank=4")
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 2 and "learner.lora_rank = 4, but the run in" in err
-
-
-@pytest.mark.ci
-def test_stopped_fine_tuning_says_how_to_go_on(tmp_path: Path) -> None:
-    workdir = tmp_path / "run"
-    process = start(workdir, "--config.steps=100000")
-    try:
-        while not list_steps(workdir / "checkpoints") and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+    for rank, flags, reason in (
+            (2, (f"--config.data.path={other}",), "the training examples are not those"),
+            (2, (f"--heldout={other}",), "the --heldout examples are not those"),
+            (4, (), "learner.lora_rank = 4, but the run in")):
+        process = start(workdir, f"--config.learner.lora_rank={rank}", *flags)
         _, err = process.communicate(timeout=HANGS)
-    finally:
-        process.kill()
-    saved = list_steps(workdir / "checkpoints")[-1]
-    assert process.returncode == 130, err
-    assert err.splitlines()[-1] == (
-        f"stopped; checkpoint {saved} is good: run the same command again to go on")
+        assert process.returncode == 2 and reason in err
 
 
 def test_own_result_as_the_start_is_refused(tmp_path: Path) -> None:

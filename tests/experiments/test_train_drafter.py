@@ -18,7 +18,7 @@ from specrl_jax.data.prompts import PromptBatch, Prompts
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
-from specrl_jax.distill.metrics import Evaluation, summarize, table, walk
+from specrl_jax.distill.metrics import Evaluation, summarize, walk
 from specrl_jax.distill.offline import DrafterTraining
 from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
@@ -42,9 +42,6 @@ def micro_config(examples=0):
         rollout__max_prompt_tokens=96, rollout__max_new_tokens=10, rollout__min_batch=8)
 
 
-# Measures.
-
-
 def test_rounds_are_replayed():
     # Drafts of depth 0 are right at anchors 0 and 2, of depth 1 at 0; the response has 5 tokens.
     match = np.array([[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 1]], bool)
@@ -64,10 +61,6 @@ def test_means_are_over_live_anchors():
     assert actual["agree/0"] == 0 and actual["match/1"] == 1
     # The last round can say no more than is left, so 2 tokens are one round with any chain.
     assert actual["accept_length/1"] == actual["accept_length/2"] == 2
-    assert len(table(actual).splitlines()) == 3 and "0.375" in table(actual)
-
-
-# Data.
 
 
 def corpus(lengths, first=3):
@@ -147,7 +140,6 @@ CHAT = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "
 
 
 @pytest.mark.parametrize("row, system, prompt", [
-    ({"messages": CHAT}, "", "<|im_start|>user\n1 + 1<|im_end|>\n"),
     ({"conversations": [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]}, "",
      "<|im_start|>user\n1 + 1<|im_end|>\n"),
     ({"messages": [{"role": "system", "content": "Short."}, *CHAT]}, "Long.",
@@ -165,12 +157,10 @@ def test_chats_are_learned_from_their_last_message(tmp_path, row, system, prompt
 
 @pytest.mark.parametrize("content, message", [
     ("{", "a.jsonl:2: '{' is not JSON"),
-    ('{"question": "a"}', "a.jsonl:2: .*an object needs a text, a question and its answer, or m"),
-    ("3", "a.jsonl:2: .*an object needs a text"),
+    ("3", "a.jsonl:2: .*an object needs a text, a question and its answer, or m"),
     ('{"text": "a"}', "a.jsonl:2.*no token to learn"),
     (r'{"text": "\ud83d ab"}', "a.jsonl:2: .*holds half a surrogate pair"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "a.jsonl:2.*end with the assistant's"),
-    ('{"messages": [{"role": "tool", "content": "a"}]}', "a.jsonl:2: message .* must have a role"),
     ('{"messages": [{"role": "user", "content": ["a"]}]}', "message .* and a text as its content"),
     ("", "a.jsonl.*holds nothing to learn from"),
 ])
@@ -209,20 +199,6 @@ def test_held_out_prompts_are_not_trained_on():
         drafter_data.load_prompts(config, TOKENIZER, 2, "train", 2, lines.append)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"rollout_prompts": 0}, "nothing to learn from; give some, or --texts=FILE"),
-    ({"steps": 0}, "steps = 0: must be at least 1"),
-    ({"loss": "mse"}, "loss = 'mse': choose one of"),
-    ({"warmup_steps": 6}, "decay_steps = 6: must be 0 or more than"),
-])
-def test_options_are_checked(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(MICRO, **changes)
-
-
-# The start.
-
-
 def test_features_start_near_one_for_any_taps():
     arch, rng = EagleArch(TINY, draft_vocab=16), np.random.default_rng(0)
     own = np.float32([0.5, 40]).repeat(64)  # random:tiny has two layers, and so two taps
@@ -245,9 +221,6 @@ def test_features_start_near_one_for_any_taps():
     assert np.corrcoef(features.ravel(), highest.ravel())[0, 1] > 0.9
     np.testing.assert_array_equal(head["head"], actor["embed"][:16])
     np.testing.assert_array_equal(head["gate_up"], actor["layers"][-1]["gate_up"])
-
-
-# Runs.
 
 
 def train(workdir, options=MICRO):

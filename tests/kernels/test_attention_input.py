@@ -20,30 +20,20 @@ def prefix(**other: Any) -> Prefix:
 
 
 @pytest.mark.parametrize("name,wrong,told", [
-    ("row", jnp.zeros(3, I32), "row = "), ("node", jnp.zeros(9, I32), "node = "),
-    ("parent", jnp.zeros((1, 5), I32), "parent = "), ("length", jnp.zeros(2, I32), "length = "),
-    ("cache_v", jnp.zeros((1, 2, 4, 32)), "cache_v = "),
-    ("cache_k", jnp.zeros((1, 3, 4, 32)), "cache_k = "), ("cache_k", [], r"cache_k = \(\)"),
+    ("row", jnp.zeros(3, I32), "row = "), ("parent", jnp.zeros((1, 5), I32), "parent = "),
+    ("cache_v", jnp.zeros((1, 2, 4, 32)), "cache_v = "), ("cache_k", [], r"cache_k = \(\)"),
     ("cache_v", [jnp.zeros((1, 2, 32, 16))] * 2, "segments of cache_v = 2, expected 1"),
     ("q", jnp.zeros((4, 3, 16)), "q's heads"), ("q", jnp.zeros((4, 4)), "axes of q = 2"),
-    ("q", jnp.zeros((4, 4, 8)), "tree_k = .*expected .*8"),
     ("slot", jnp.zeros(2, I32), "slot = "), ("tree_v", jnp.zeros((1, 4, 2, 5)), "tree_v = "),
     ("length", jnp.zeros(1), "length is float32, expected int32"),
     ("q", jnp.zeros((4, 4, 16), jnp.float16), "q is float16, expected float32 or bfloat16"),
-    ("tree_k", jnp.zeros((1, 4, 2, 16), BF16), "tree_k is bfloat16, expected q's float32"),
     ("cache_v", [jnp.zeros((1, 2, 32, 16), BF16)], "cache_v is bfloat16, expected q's float32"),
     ("prefix", prefix(k=jnp.zeros((1, 3, 16, 8))), "prefix.k = "),
-    ("prefix", prefix(v=jnp.zeros((1, 2, 9, 16))), "prefix.v = "),
-    ("prefix", prefix(length=jnp.zeros(2, I32)), "prefix.length = "),
     ("prefix", prefix(rows=jnp.zeros((2, 1), I32)), "lines of prefix.rows = 2, expected 1"),
     ("prefix", prefix(rows=jnp.zeros((), I32)), "axes of prefix.rows = 0, expected 2"),
-    ("prefix", prefix(k=jnp.zeros(())), "axes of prefix.k = 0, expected 4"),
     ("prefix", prefix(rows=jnp.zeros((1, 0), I32)), "prefix.rows = .* expected no axis of 0"),
-    ("cache_k", jnp.zeros(()), "axes of cache_k = 0, expected 4"),
-    ("prefix", prefix(rows=jnp.zeros((1, 1))), "prefix.rows is float32"),
     ("q", jnp.zeros((0, 4, 16)), r"q = \(0, 4, 16\), expected no axis of 0"),
     ("cache_k", [jnp.zeros((1, 2, 16, 0))], "cache_k = .* slots in each segment"),
-    ("cache_k", [jnp.zeros((0, 2, 16, 32))], "cache_k = .* expected rows, and slots"),
     ("window", 0, "window = 0, expected at least 1"),
     ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
     ("platform", "fpga", "'fpga': choose one of cpu, gpu, tpu"),
@@ -60,7 +50,6 @@ def test_shapes_that_do_not_fit_are_refused_while_tracing(name: str, wrong: Any,
 
 @pytest.mark.parametrize("name,wrong,told", [
     ("length", jnp.asarray([33], I32), r"length\[0\] = 33, expected 0 to 32: the cache holds 32"),
-    ("length", jnp.asarray([-1], I32), r"length\[0\] = -1"),
     ("parent", jnp.asarray([[0, 0, 2, 1]], I32), r"parent\[0, 2\] = 2, expected 0 to 1"),
     ("row", jnp.asarray([0, 0, 1, 0], I32), r"row\[2\] = 1, expected 0 to 0"),
     ("node", jnp.asarray([0, 1, 2, 4], I32), r"node\[3\] = 4, expected 0 to 3"),
@@ -87,19 +76,14 @@ def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
 
 
 NAMED = [  # (implementation, shapes of the case, config, what the line must name)
-    ("pallas", {}, {"block": 100}, "multiple of 128"), ("pallas", {}, {"tile": 8}, "of 16"),
-    ("pallas", {}, {"block": 0}, "multiple of 128"), ("pallas", {}, {"tile": 0}, "of 16"),
+    ("pallas", {}, {"block": 0}, "multiple of 128"), ("pallas", {}, {"tile": 8}, "of 16"),
     ("pallas", {}, {"blok": 128}, "blok = 128: choose some of block, tile, splits"),
     ("pallas_triton", {}, {"warps": 3}, "warps are a power"),
     ("pallas_triton", {}, {"stages": 0}, "stage"),
-    ("pallas_triton", {}, {"blok": 16}, "blok = 16: choose some of block, tile"),
     ("pallas_triton", {}, {"block": 24}, "powers of two"),
     ("pallas_triton", {}, {"splits": 0}, "split"),
-    ("pallas_triton", {}, {"least": 0}, "one block of it"),
     ("pallas_triton", dict(size=24), None, "heads of 24"),
-    ("pallas_triton", dict(size=8), None, "heads of 8"),
     ("pallas_triton", dict(segments=(32, 8)), None, "a segment of 8 slots"),
-    ("xla", {}, {"block": 128}, "block = 128: choose some of chunk, abreast, in_place, skip"),
     ("xla", {}, {"chunk": 0}, "chunk is at least 1"), ("reference", {}, {"block": 1}, "takes none")]
 
 

@@ -1,23 +1,12 @@
-"""The parts of the tree-attention kernels: ancestry bits, work lists, and what is left undone."""
+"""The parts of the tree-attention kernels: ancestry bits, work lists and shares."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specrl_kernels.tree_attention import (
-    ancestry,
-    gpu,
-    packing,
-    pallas,
-    pallas_triton,
-    tree_attention,
-    work_list,
-)
-from specrl_kernels.tree_attention.operands import Operands
-from tree_attention_cases import make
+from specrl_kernels.tree_attention import ancestry, gpu, work_list
 
 
 def path(parent: np.ndarray, node: int) -> list[int]:
@@ -79,12 +68,6 @@ def test_work_list_holds_exactly_what_live_rows_see() -> None:
             assert at != segment or block == actual
 
 
-def test_no_live_row_is_no_work() -> None:
-    dead = jnp.zeros(6, bool)
-    assert int(work_list.make(*(jnp.asarray(x) for x in (LENGTH, LOW)), dead,
-                              jnp.asarray(SLOT), SIZES, 128).count) == 0
-
-
 DIVIDE = jax.jit(gpu.divide, static_argnums=3)
 
 
@@ -106,20 +89,6 @@ def shares(length: list[int], live: list[bool], oldest: list[int] | None = None,
     return by_row
 
 
-def test_one_long_row_of_many_is_spread_over_many_programs() -> None:
-    """256 rows of Qwen2.5-7B's 4 heads: who is live decides, not how many rows there are."""
-    config = dataclasses.asdict(gpu.heuristic(
-        jax.ShapeDtypeStruct((256, 4, 56, 128), jnp.bfloat16), 32768))
-    alone = shares([32768] * 256, [row == 77 for row in range(256)], **config)
-    assert alone.keys() == {77} and 4 * len(alone[77]) >= 3 * gpu.PROGRAMS // 4
-    sizes = [high - low for low, high in alone[77]]
-    assert sum(sizes) == 32768 and max(sizes) <= 32768 // len(sizes) + 64
-    among = shares([32768] + [64] * 255, [True] * 256, **config)
-    assert len(among[0]) > 60 and all(among[row] == [(0, 64)] for row in range(1, 256))
-    equal = shares([4096] * 256, [True] * 256, **config)
-    assert all(each == [(0, 4096)] for each in equal.values())
-
-
 @pytest.mark.parametrize("splits,least", [(1, 1), (3, 4), (128, 1)])
 def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int) -> None:
     rng = np.random.default_rng(splits)
@@ -137,57 +106,3 @@ def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int
             assert here[-1][1] == length[row]
             assert all(a[1] == b[0] for a, b in zip(here, here[1:], strict=False))
             assert all(low < high <= low + 64 * most for low, high in here) or len(here) == 1
-
-
-@pytest.mark.parametrize("kernel,splits", [
-    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.full)])
-def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
-    """What a kernel never writes is NaN under interpretation."""
-    case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)
-    alive = ~((np.asarray(case["row"]) == 1)
-              | ((np.asarray(case["row"]) == 2) & (np.asarray(case["node"]) >= 8)))
-    operands = Operands(**case | {name: case[name][alive] for name in ("q", "row", "node")})
-    rows = packing.unpack(operands, 2, None)
-    tree = (packing.by_head(case["tree_k"], 16), packing.by_head(case["tree_v"], 16))
-    config = kernel.Config(block=128 if kernel is pallas else 16, tile=16, splits=splits)
-    context = operands.context
-    if kernel is pallas:
-        context = pallas._transposed(context)
-    out = kernel._attend(rows, tree, context, config=config, scale=0.25, interpret=True, whole=True)
-    computed = ~np.isnan(np.asarray(out)).all((1, 3))
-    np.testing.assert_array_equal(computed, [[True] * 32, [False] * 32, [True] * 16 + [False] * 16])
-
-
-def test_shared_prefix_is_read_by_one_program_for_its_group(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of 4 rows with 8 queries each: a program for each group."""
-    case, grids = make(lengths=[9] * 8, nodes=2, groups=1, repeats=4, prefix=(33, 40),
-                       members=[[0, 2, 4, 6], [1, 3, 5, 7]]), []
-    real = pallas_triton.triton_call
-    monkeypatch.setattr(pallas_triton, "triton_call", lambda kernel, name, grid, *args, **options: (
-        grids.append(grid), real(kernel, name, grid, *args, **options))[1])
-    jax.eval_shape(lambda: tree_attention(
-        **case, scale=1.0, implementation="pallas_triton", interpret=True,
-        config={"block": 16, "tile": 16}))
-    assert grids == [(1, 8), (1, 2)]  # (heads and tiles, shares): the rows' own context, prefixes
-
-
-@pytest.mark.parametrize("layer", [None, 1])
-def test_cost_is_what_filled_caches_of_one_layer_take(
-        layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA schedules a TPU's kernel by it. Queries and nodes are padded to 16."""
-    rows, groups, size, slots, costs = 3, 2, 64, 768, []
-    case = make(lengths=[9] * rows, nodes=4, size=size, segments=(256, 512), dtype="bfloat16")
-    if layer is not None:
-        case |= {name: [jnp.stack([x] * 4, 1) for x in case[name]]
-                 for name in ("cache_k", "cache_v")}
-    monkeypatch.setattr(pallas.pl, "pallas_call", lambda *args, out_shape, cost_estimate, **_: (
-        costs.append(cost_estimate), lambda *args: [jnp.zeros(o.shape, o.dtype) for o in out_shape]
-        )[1])
-    tree_attention(**case, layer=layer, scale=1.0, implementation="pallas", platform="tpu")
-    [cost] = costs
-    keys = slots + 16
-    assert cost.flops == 2 * cost.transcendentals * 2 * size == 4 * rows * groups * 16 * size * keys
-    caches = rows * 2 * groups * size * slots * 2
-    own = rows * (2 * groups * 16 * size * 2 + 2 * groups * 16 * size * 2 + 16 * 2 * 4)
-    assert cost.bytes_accessed == caches + own

@@ -201,18 +201,6 @@ def test_tokens_that_cannot_be_are_never_drawn(implementation: str) -> None:
 
 
 @each
-def test_row_of_nan_changes_no_other(implementation: str) -> None:
-    case = make(width=5)
-    clean = call(case, implementation)
-    case["logits"] = case["logits"].at[2].set(jnp.nan)
-    actual = call(case, implementation)
-    assert ((0 <= actual.token) & (actual.token < 300)).all()
-    others = np.arange(5) != 2
-    for a, b in zip(actual, clean, strict=True):
-        np.testing.assert_array_equal(a[others], b[others])
-
-
-@each
 def test_sharded_over_positions(implementation: str) -> None:
     """In `shard_map` each device has its positions, as a kernel needs it."""
     cases.need_devices(4)
@@ -233,7 +221,6 @@ def call_local(case: Case, implementation: str) -> Drawn:
 @pytest.mark.parametrize("name", ["half precision", "far apart", "truncated"])
 def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
     """Devices draw among their parts, with the ids of the whole, and agree on the best."""
-    cases.need_devices(4)
     case, count = make(**CASES[name]), 1 if name == "far apart" else 4
     actual = call_in_parts(case, implementation, count)
     # Whether logits times scale is rounded before the highest score is subtracted is XLA's choice.
@@ -244,6 +231,7 @@ def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
 
 
 def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
+    cases.need_devices(4)
     mesh = jax.make_mesh((4,), ("part",), devices=jax.devices()[:4],
                          axis_types=(jax.sharding.AxisType.Auto,))
     local = functools.partial(
@@ -257,15 +245,16 @@ def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
 
 
 @each
-def test_a_part_that_is_not_finite_harms_no_other_row(implementation: str) -> None:
-    cases.need_devices(4)
+@pytest.mark.parametrize("draw", [call, call_in_parts])
+def test_row_that_is_not_finite_changes_no_other(draw: Any, implementation: str) -> None:
     case = make(width=5)
-    clean = call_in_parts(case, implementation, 1)
+    clean = draw(case, implementation, 1)
     case["logits"] = case["logits"].at[2, 100].set(jnp.nan)
-    actual = call_in_parts(case, implementation, 1)
+    actual = draw(case, implementation, 1)
     assert ((0 <= actual.token) & (actual.token < 300)).all()
     others = np.arange(5) != 2
-    np.testing.assert_array_equal(actual.token[others], clean.token[others])
+    for a, b in zip(actual, clean, strict=True):
+        np.testing.assert_array_equal(a[others], b[others])
 
 
 @each
@@ -280,18 +269,13 @@ UNNAMED = {"config": {"chunk": 128}}
 SHAPES = [  # refused while tracing
     ({"logits": jnp.zeros(300)}, r"logits = \(300,\), expected \[W, V\]"),
     ({"logits": jnp.zeros((5, 300), jnp.float16)}, "logits is float16"),
-    ({"temperature": jnp.zeros(4)}, r"temperature = \(4,\), expected \(5,\)"),
-    ({"temperature": jnp.zeros(5, I32)}, "temperature is int32, expected float32"),
     ({"key": jnp.zeros((5, 3), jnp.uint32)}, "key = "), ({"key": jnp.zeros((5, 2), I32)}, "key is"),
-    ({"position": jnp.zeros(5)}, "position is float32, expected int32"),
-    ({"threshold": Threshold(jnp.zeros(5), jnp.zeros(5), jnp.ones(5))}, "threshold.last is float"),
     ({"threshold": Threshold(jnp.zeros(5), jnp.zeros(5, I32), jnp.ones(2))}, "threshold.kept_mass"),
     ({"count": 0}, "count = 0, expected 1 to 300"), ({"count": 301}, "count = 301"),
     ({"implementation": "fast"}, "'fast': choose one of xla, reference"),
     (UNNAMED, "name the implementation"), ({"checked": True}, "checked = True inside of jit"),
     (UNNAMED | {"implementation": "reference"}, "takes none"),
-    ({"implementation": "xla", "config": {"chunk": 0}}, "at least one token"),
-    ({"implementation": "xla", "config": {"block": 1}}, "block = 1: choose some of chunk")]
+    ({"implementation": "xla", "config": {"chunk": 0}}, "at least one token")]
 VALUES = [
     ({"temperature": jnp.full(5, -1.0)}, r"temperature\[0\] = -1.0, expected 0 or above"),
     ({"position": jnp.arange(5) - 2}, r"position\[0\] = -2"),
@@ -315,10 +299,3 @@ def test_bad_input_is_named(wrong: Case, message: str) -> None:
 
 def test_good_values_pass_the_check() -> None:
     assert gumbel_argmax(**make(kept=0.5), checked=True).token.shape == (5, 1)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_xla_draws_on_every_platform(platform: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", logger="specrl_kernels.dispatch"):
-        jax.eval_shape(lambda: gumbel_argmax(**make(), platform=platform))
-    assert caplog.messages == ["xla is taken"]

@@ -5,7 +5,6 @@ blocks fit the tiling of a TPU, and that Triton IR comes out; not that it runs, 
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +17,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import Prefix, tree_attention
-
-from experiments.bench import kernels as bench
-from experiments.bench.kernel_shapes import ACCELERATOR_TREES, TreeShape
 
 # (query heads, key-value heads, head size)
 MODELS = {
@@ -108,14 +104,6 @@ def test_every_declared_shape_lowers(model: str, shape: str, dtype: Any, impleme
                                      ) -> None:
     text = lower(implementation, arguments(model, shape, dtype))
     assert TARGETS[implementation][1] in text
-
-
-@pytest.mark.full
-@each
-@pytest.mark.parametrize("shape", ACCELERATOR_TREES, ids=lambda shape: shape.name)
-def test_every_benchmarked_shape_lowers(shape: TreeShape, implementation: str) -> None:
-    args = jax.eval_shape(functools.partial(bench.tree_arguments, shape, jnp.bfloat16))
-    assert TARGETS[implementation][1] in lower(implementation, args)
 
 
 @each

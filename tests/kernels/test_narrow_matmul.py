@@ -98,7 +98,6 @@ def test_without_the_code_generator(monkeypatch):
 
 @pytest.mark.parametrize(("w", "x", "name"), [
     (jnp.ones((8, 16)), jnp.ones((8, 2)), r"\(8, 16\), \(8, 2\), expected"),
-    (jnp.ones(16), jnp.ones((16, 2)), r"\(16,\), \(16, 2\), expected"),
     (jnp.ones((8, 16)), jnp.ones((16, 2), jnp.bfloat16), "x.dtype = bfloat16, expected w's"),
 ])
 def test_shapes_that_do_not_fit_are_named(w, x, name):

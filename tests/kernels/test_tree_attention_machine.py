@@ -117,9 +117,8 @@ def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "nodes", "taken"), [
-    ((9, 3, 64), 16, "machine"), ((14, 2, 64), 8, "machine"), ((28, 4, 128), 1, "machine"),
-    ((28, 4, 128), 8, "machine"), ((8, 4, 256), 3, "machine"), ((8, 4, 256), 4, "xla"),
-    ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla"), ((8, 4, 16), 8, "machine")])
+    ((9, 3, 64), 16, "machine"), ((28, 4, 128), 8, "machine"), ((8, 4, 256), 3, "machine"),
+    ((8, 4, 256), 4, "xla"), ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla")])
 def test_unnamed_call_takes_the_faster_implementation(heads, nodes, taken):
     case = make(heads, (64,), [3, 9], nodes)
     actual = refusals(**case)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specrl_kernels.dispatch import Target, Unsupported
-from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
 from specrl_kernels.tree_attention.operands import Operands
 from specrl_kernels.triton_call import Launch, check_versions, program_call
@@ -173,13 +172,6 @@ def test_program_call_hands_over_outputs_by_version(
         program_call(Launch("programs", "program", ["a", "old"], ["out", "other"], (1,), {}, onto),
                      warps=1, stages=1)
     assert seen == [("a", "out", "other"), ("a", "old", "other")]
-
-
-def test_triton_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="needs a gpu, this is a cpu"):
-        tree_attention(**make(), scale=1.0, implementation="triton")
-    with pytest.raises(Unsupported, match="it needs a GPU"):
-        tree_attention(**make(), scale=1.0, implementation="triton", interpret=True)
 
 
 def test_versions_that_fail_together_are_refused() -> None:

