@@ -32,16 +32,38 @@ def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
     Returns:
       u32[..., V].
     """
+    first, second = row_words(key, position)
+    return _bits(first[..., None], second[..., None], index.reshape((1,) * first.ndim + (-1,)))
+
+
+def row_words(key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two u32[...] that a row's noise depends on; arguments as in `bits`."""
     place = position.astype(jnp.uint32) * _GOLDEN + jnp.uint32(0x2545F491)
     first = _finalize(key[..., 0] ^ _finalize(place))
-    second = _finalize(key[..., 1] + first)
-    counter = index.astype(jnp.uint32).reshape((1,) * first.ndim + (-1,))
-    return _finalize(_finalize(counter * _GOLDEN + second[..., None]) ^ first[..., None])
+    return first, _finalize(key[..., 1] + first)
+
+
+def _bits(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
+    counter = index.astype(jnp.uint32) * _GOLDEN
+    return _finalize(_finalize(counter + second) ^ first)
 
 
 def exponential(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
     """Returns standard exponential noise E f32[..., V], in (2^-33, 17); arguments as in `bits`."""
-    u = (bits(key, position, index).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    return _exponential(bits(key, position, index).astype(jnp.float32))
+
+
+def exponential_of(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns `exponential` of `row_words` and i32 indices, which broadcast; for kernels."""
+    hashed = _bits(first, second, index)
+    # Mosaic converts no u32. Both halves are exact, so the sum is rounded once, as a conversion is.
+    high, low = ((hashed >> jnp.uint32(n) & jnp.uint32(0xFFFF)).astype(jnp.int32).astype(
+        jnp.float32) for n in (16, 0))
+    return _exponential(high * jnp.float32(65536) + low)
+
+
+def _exponential(bits: jax.Array) -> jax.Array:
+    u = (bits + 0.5) * jnp.float32(2.0**-32)
     return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
 
 

@@ -26,7 +26,7 @@ from specrl_jax.rollout.plan import (
     Weights,
     buckets_of,
 )
-from specrl_jax.sharding import ROWS, either, straight_line
+from specrl_jax.sharding import ROWS, either, straight_line, traced_device
 from specrl_jax.structs import (
     Array,
     Counters,
@@ -38,7 +38,7 @@ from specrl_jax.structs import (
     Verdict,
 )
 from specrl_jax.verify import commit, repetition
-from specrl_jax.verify.protocol import Nodes, Target
+from specrl_jax.verify.protocol import Head, Nodes, Target
 from specrl_jax.verify.registry import RULES
 
 
@@ -190,7 +190,8 @@ class Packed(NamedTuple):
 class Forwarded(NamedTuple):
     """What the actor computes after each packed node."""
 
-    logits: Array  # f32[V, W]
+    logits: Array | None  # f32[V, W]; None where the rule draws from the head
+    head: Head | None  # in their place
     kv: LayerKV
     features: Array | None  # f[F, W] of the drafter's taps
 
@@ -204,7 +205,7 @@ def verify_in(decoder: Decoder, weights: Weights, state: RolloutState, planned: 
     """
     packed = pack(decoder, pruned, bucket)
     output = forward(decoder, weights, state, planned.frontier, packed)
-    verdict, drawn = draw_and_walk(decoder, planned, packed, output.logits,
+    verdict, drawn = draw_and_walk(decoder, planned, packed, output,
                                    decoder.drafter.depth if pruned.live.shape[1] > 1 else 0)
     return gather(pruned, packed, output, verdict, drawn)
 
@@ -227,25 +228,33 @@ def forward(decoder: Decoder, weights: Weights, state: RolloutState, frontier: F
         arch, weights.actor, state.cache, packed.tokens,
         frontier.context[packing.row] + packed.depth, packing, decoder.implementation,
         decoder.drafter.taps)
+    features = None if taps is None else decoder.drafter.project(weights.drafter, taps, decode=True)
+    if _draws_from_head(decoder):
+        return Forwarded(None, Head(hidden, transformer.head(arch, weights.actor)), kv, features)
     logits = transformer.logits(arch, weights.actor, hidden, decode=True)
     if state.sequences.said is not None:
         said = state.sequences.said.at[frontier.seq].get(mode="clip")
         edges = min(decoder.drafter.depth, packed.order.shape[1] - 1)
         logits = repetition.penalize(logits, decoder.repetition_penalty, said,
                                      packed.nodes.tokens, packing, edges)
-    features = None if taps is None else decoder.drafter.project(weights.drafter, taps, decode=True)
-    return Forwarded(logits, kv, features)
+    return Forwarded(logits, None, kv, features)
 
 
-def draw_and_walk(decoder: Decoder, planned: RoundPlan, packed: Packed, logits: Array, depth: int
-                  ) -> tuple[Verdict, Array]:
+def _draws_from_head(decoder: Decoder) -> bool:
+    """Returns whether logits need not be stored: a TPU has a kernel that draws without them."""
+    return (RULES.resolve(decoder.rule).draws_from_head and not decoder.truncates
+            and decoder.repetition_penalty == 1 and traced_device().platform == "tpu")
+
+
+def draw_and_walk(decoder: Decoder, planned: RoundPlan, packed: Packed, output: Forwarded,
+                  depth: int) -> tuple[Verdict, Array]:
     """Draws the actor's token after each node and walks the trees by the rule.
 
     Returns:
       The verdict, whose path indexes the packed nodes, and the draws i32[B, n].
     """
     frontier, packing = planned.frontier, packed.packing
-    target = Target(logits=logits, place=packing.place, row=packing.row,
+    target = Target(logits=output.logits, head=output.head, place=packing.place, row=packing.row,
                     position=frontier.generated[packing.row] + packed.depth, frontier=frontier,
                     sampling=planned.rows, truncates=decoder.truncates, min_p=decoder.min_p)
     return RULES.resolve(decoder.rule).verify(packed.nodes, target, depth)

@@ -15,8 +15,13 @@ from specrl_jax.verify.sampling import Draw
 
 def verify(nodes: Nodes, target: Target, depth: int) -> tuple[Verdict, Array]:
     """Draws a token after every node and walks along the draws; see protocol.Verify."""
-    draw = sampling.draw(target.logits, *target.processing, target.key, target.position,
-                         min_p=target.min_p)
+    if target.head is not None:
+        draw = sampling.draw_from_head(target.head, target.processing[0], target.key,
+                                       target.position)
+    else:
+        assert target.logits is not None
+        draw = sampling.draw(target.logits, *target.processing, target.key, target.position,
+                             min_p=target.min_p)
     return judge(nodes, draw, target, depth), draw.token[target.place]
 
 
@@ -51,4 +56,4 @@ def judge(nodes: Nodes, draw: Draw, target: Target, depth: int) -> Verdict:
                    top_p_mass=draw.top_p_mass[at], path=path, count=count, stopped=stopped)
 
 
-RULE = Rule(verify, lossless=True)
+RULE = Rule(verify, lossless=True, draws_from_head=True)

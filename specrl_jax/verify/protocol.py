@@ -26,10 +26,17 @@ class Nodes(struct.PyTreeNode):
     proposal: Proposal | None = None  # fields [B, n, ...]; only for rules with `needs_proposal`
 
 
+class Head(struct.PyTreeNode):
+    """The factors of logits that are not computed apart."""
+
+    hidden: Array  # f[F, W]
+    weights: Array  # f[V, F]
+
+
 class Target(struct.PyTreeNode):
     """The actor's distributions after the nodes, which are packed into W positions."""
 
-    logits: Array  # f32[V, W] before temperature and truncation
+    logits: Array | None  # f32[V, W] before temperature and truncation; None: see `head`
     place: Array  # i32[B, n] index in W of each node
     row: Array  # i32[W] row of each position
     position: Array  # i32[W] index of the token drawn after it; 0 is the response's first
@@ -37,6 +44,7 @@ class Target(struct.PyTreeNode):
     sampling: Sampling  # of the rows
     truncates: bool = struct.field(pytree_node=False, default=True)  # any row may use top-k, top-p
     min_p: float = struct.field(pytree_node=False, default=0.0)  # of all rows, if `truncates`
+    head: Head | None = None  # what makes the logits; only for a rule with `draws_from_head`
 
     @property
     def processing(self) -> tuple[Array, Array | None, Array | None]:
@@ -69,6 +77,8 @@ class Rule:
     verify: Verify
     lossless: bool  # every emitted token has the distribution of plain decoding
     needs_proposal: bool = False
+    draws_from_head: bool = False
+    """The rule can do with `Target.head` instead of logits where nothing is truncated."""
 
 
 def cut_at_stop(emitted: Array, count: Array, frontier: Frontier, sampling: Sampling

@@ -188,6 +188,7 @@ def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth
 def verify(nodes: Nodes, target: Target, depth: int, *, walk: Walk = walk,
            process: Process = process) -> tuple[Verdict, Array]:
     """Accepts and rejects nodes, then draws one token more; see protocol.Verify."""
+    assert target.logits is not None  # as for all rules without draws_from_head
     processed = process(target.logits, *target.processing, min_p=target.min_p)
     batch, size = nodes.tokens.shape
     logq = jnp.full((batch, size, target.logits.shape[0]), -jnp.inf)  # where nothing was drawn

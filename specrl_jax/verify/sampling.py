@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 from specrl_kernels.gumbel_argmax import Drawn, gumbel_argmax, scale_of
+from specrl_kernels.head_argmax import head_argmax
 
 from specrl_jax.sharding import TENSOR, in_tensor_parts, on_any_shard, straight_line, unsplit
 from specrl_jax.structs import Array
 from specrl_jax.verify import truncation
+from specrl_jax.verify.protocol import Head
 
 T = TypeVar("T")
 
@@ -77,6 +79,24 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
         (PartitionSpec(TENSOR), jax.tree.map(lambda _: whole, rows)), whole)(logits, rows)
 
 
+def draw_from_head(head: Head, temperature: Array, key: Array, position: Array) -> Draw:
+    """Returns `draw`, without truncation, of a head's logits; a TPU's kernel stores none."""
+    rows, whole = (temperature, key, position), PartitionSpec()
+
+    def part(axis: str | None, hidden: Array, weights: Array, rows: tuple[Array, Array, Array]
+             ) -> Draw:
+        return _first(head_argmax(hidden, weights, *rows, axis=axis), jnp.ones_like(rows[0]))
+
+    specs = (whole, PartitionSpec(TENSOR), (whole,) * 3)
+    return in_tensor_parts(part, head.weights.shape[0], specs, whole)(
+        head.hidden, head.weights, rows)
+
+
+def _first(drawn: Drawn, top_p_mass: Array) -> Draw:
+    return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
+                raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
+
+
 def _draw_part(min_p: float, axis: str | None, logits: Array,
                rows: tuple[Array, Array | None, Array | None, Array, Array]) -> Draw:
     """Computes `draw` from the logits f32[V, W] of a part, where `axis` splits the vocabulary."""
@@ -92,8 +112,7 @@ def _draw_part(min_p: float, axis: str | None, logits: Array,
         top_k, top_p, truncated, lambda logits: (gumbel_argmax(
             logits.T, temperature, key, position, axis=axis), jnp.ones_like(temperature)),
         logits, min_p)
-    return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
-                raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
+    return _first(drawn, top_p_mass)
 
 
 def _truncated_where_used(top_k: Array | None, top_p: Array | None,
