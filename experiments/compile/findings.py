@@ -15,9 +15,9 @@ from specrl_jax.runtime.compilation import Program
 from specrl_jax.runtime.digest import digest
 from specrl_jax.runtime.hardware import GIB, Chip
 from specrl_jax.runtime.paths import user_cache
-from specrl_jax.structs import Json, PyTree, RolloutState
+from specrl_jax.structs import Json
 
-from . import hlo, programs, work
+from . import clock, hlo, programs, work
 from .targets import Target, versions
 
 NO_ROOM = "does not fit:"
@@ -30,7 +30,7 @@ def store() -> Path | None:
 
 def key(lowered: Any, target: Target) -> str:
     """Returns the hash of a lowered module, the target, and what compiles and reads it."""
-    sources = [Path(file).read_bytes() for file in (hlo.__file__, __file__)]
+    sources = [Path(file).read_bytes() for file in (hlo.__file__, clock.__file__, __file__)]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     return digest([*sources, target.name, versions(), flags, lowered.as_text()])
 
@@ -58,7 +58,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
         return known | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
     begin({"known": known, "path": "" if path is None else str(path)})
     try:
-        finding = _compile(lowered, program)
+        finding = _compile(lowered, program, chip)
     except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
         finding = {"error": one_line(error)}
     if path is not None:
@@ -86,13 +86,14 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
 
-def _compile(lowered: Any, program: Program) -> Json:
+def _compile(lowered: Any, program: Program, chip: Chip) -> Json:
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=program.options)
     seconds = time.perf_counter() - began
     memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
-    donated = [info for info in jax.tree.leaves(lowered.args_info) if info.donated]
-    caches = _cache_elements(program)
+    donated = [arg for arg, info in zip(jax.tree.leaves(program.args),
+                                        jax.tree.leaves(lowered.args_info), strict=True)
+               if info.donated]
     return {
         "compile_seconds": round(seconds, 2), "peak": memory.peak_memory_in_bytes,
         "arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes,
@@ -100,14 +101,18 @@ def _compile(lowered: Any, program: Program) -> Json:
         "donated": len(donated), "aliased": module.aliased,
         "aliased_bytes": memory.alias_size_in_bytes, "operations": hlo.operations(module),
         "kinds": hlo.kinds(module), "collectives": hlo.collectives(module),
-        "cache_copies": hlo.cache_copies(module, caches) if caches else []}
+        "copies": hlo.large_copies(module, set(map(_on_device, donated))),
+        "clock": clock.account(module, chip)}
 
 
-def _cache_elements(program: Program) -> set[int]:
-    """Returns the elements on a device of the arrays of the cache that a program is given."""
-    states = [part for part in program.args if isinstance(part, RolloutState)]
-    leaves: list[PyTree] = [leaf for state in states for leaf in jax.tree.leaves(state.cache.kv)]
-    return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
+def _on_device(argument: Any) -> tuple[str, int]:
+    """Returns an argument's dtype, as HLO names it, and its elements on one device."""
+    kind = argument.dtype.name
+    for word, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        kind = kind.replace(word, short)
+    shape = argument.shape if argument.sharding is None else argument.sharding.shard_shape(
+        argument.shape)
+    return kind.replace("bool", "pred"), math.prod(shape)
 
 
 def memory(finding: Json) -> int:
@@ -128,10 +133,10 @@ def failures(finding: Json) -> list[str]:
             f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {finding['limit'] / GIB:.2f}, "
             f"{over / GIB:.2f} too much: {finding['peak'] / GIB:.2f} of its own beside "
             f"{_parts(finding['resident'])}; {way_out(name)}")
-    for copy in finding["cache_copies"]:
+    for copy in finding["copies"]:
         where = "in a loop" if copy["in_loop"] else "at its edge"
-        lines.append(f"{name}: {copy['count']} x {copy['kind']} of a cache's "
-                     f"{copy['bytes'] / 2**20:.0f} MiB {where}")
+        lines.append(f"{name}: {copy['count']} x {copy['kind']} of a carried or "
+                     f"donated array's {copy['bytes'] / 2**20:.0f} MiB {where}")
     return lines
 
 

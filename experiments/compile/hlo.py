@@ -5,7 +5,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
+
+from specrl_jax.structs import Json
 
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
           "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
@@ -34,6 +35,11 @@ class Instruction:
     shapes: tuple[tuple[str, int], ...]  # (dtype, elements) of its results
     called: dict[str, tuple[str, ...]]  # computations by role: body, calls, ...
     on_chip: bool = False  # a result lies in the chip's own memory (a TPU's VMEM), not in HBM
+    operands: tuple[str, ...] = ()
+    operation: str = ""  # JAX's path of what it computes: "jit(f)/while/body/draw/add"
+    cycles: int | None = None  # as a TPU's compiler estimates; it does so for most operations
+    value: int | None = None  # of an integer constant, or the index of a get-tuple-element
+    moved: int = 0  # bytes that a kernel says it moves
 
     @property
     def size(self) -> int:
@@ -83,7 +89,16 @@ def _instruction(name: str, shape: str, kind: str, rest: str) -> Instruction:
     shapes = tuple((dtype, math.prod(int(d) for d in dims.split(",") if d))
                    for dtype, dims in _SHAPE.findall(shape))
     called = {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLED.findall(rest)}
-    return Instruction(name, kind, shapes, called, "S(1)" in shape)
+    operation = re.search(r'op_name="([^"]*)"', rest)
+    value = {"constant": re.match(r"(-?\d+)\)", rest),
+             "get-tuple-element": re.search(r"index=(\d+)", rest)}.get(kind)
+    cycles, moved = (re.search(rf'"{word}":"?(\d+)', rest)
+                     for word in ("estimated_cycles", "bytes_accessed"))
+    return Instruction(
+        name, kind, shapes, called, "S(1)" in shape,
+        tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])),
+        operation[1] if operation else "", int(cycles[1]) if cycles else None,
+        int(value[1]) if value else None, int(moved[1]) if moved else 0)
 
 
 def operations(module: Module, name: str | None = None) -> int:
@@ -139,19 +154,21 @@ def collectives(module: Module) -> dict[str, dict[str, int]]:
     return by_kind
 
 
-def cache_copies(module: Module, elements: Collection[int], least: int = 2**20
-                 ) -> list[dict[str, Any]]:
-    """Returns the copies of arrays of a cache's size, the largest first.
+def large_copies(module: Module, donated: Collection[tuple[str, int]], least: int = 2**20
+                 ) -> list[Json]:
+    """Returns the copies of arrays that a loop carries or that were donated, the largest first.
 
     Args:
-      elements: of the cache's arrays on one device; a stack of them counts, too.
-      least: bytes of the smallest copy that is told.
+      donated: (dtype, elements) on one device of the arguments that were.
+      least: bytes of the smallest copy that counts.
     """
+    kept = set(donated)
+    for _, instruction in running(module):
+        if instruction.kind == "while":
+            kept.update(instruction.shapes)
     counts: collections.Counter[tuple[str, int, bool]] = collections.Counter()
     for depth, instruction in running(module):
-        largest = max((count for _, count in instruction.shapes), default=0)
-        if instruction.copies and instruction.size >= least and any(
-                largest % size == 0 for size in elements):
+        if instruction.copies and instruction.size >= least and instruction.shapes[0] in kept:
             counts[instruction.kind, instruction.size, depth > 0] += 1
     return [{"kind": kind, "bytes": size, "in_loop": loop, "count": count}
             for (kind, size, loop), count in sorted(counts.items(), key=lambda x: -x[0][1])]

@@ -9,13 +9,10 @@ import numpy as np
 from specrl_jax.runtime.hardware import Chip
 
 from . import work
+from .clock import LINKS
 from .traces import Trace
 from .work import Model, Work
 
-# Bytes/s that a chip sends to its neighbours, one direction: half of what the vendors give for both
-# (TPU: inter-chip interconnect, cloud.google.com/tpu/docs; GPU: NVLink of the SXM modules).
-LINKS = {"v4": 150e9, "v5e": 100e9, "v5p": 300e9, "v6e": 200e9, "a100": 300e9, "h100": 450e9,
-         "h200": 450e9, "b200": 900e9}
 # Share of a device's peak that a program of each kind reaches. These are aims, not measurements.
 EFFICIENCY = {"rounds": 0.65, "drafts": 0.3, "prefill": 0.4, "update": 0.4, "drafter": 0.3,
               "publish": 0.5}

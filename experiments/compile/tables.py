@@ -13,9 +13,9 @@ from .findings import memory
 
 WIDTH = 160  # columns where standard output is no terminal
 DECIDED = ("while", "conditional")
-NOTE = ("compiled for, never run: this says nothing about speed, numerics or hangs. GiB are of one "
-        "device, beside what is resident; ops count a loop's body once; least ms by "
-        "arithmetic over weights, cache and tokens")
+NOTE = ("compiled for, never run: this says nothing about numerics or hangs. GiB are of one "
+        "device, beside what is resident; ops count a loop's body once; least ms by arithmetic "
+        "over weights, cache and tokens; clock ms by the TPU compiler's estimate, branches added")
 
 
 def line(program: Json) -> str:
@@ -47,7 +47,7 @@ def table(result: Json) -> Table:
     resident = ", ".join(f"{name} {size / GIB:.2f}" for name, size in result["resident"].items())
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     made = Table("program", "seconds", "GiB of limit", "own", "temporary", "aliased", "ops",
-                 "cache copies", "collectives", "least ms",
+                 "copies", "collectives", "least ms", "clock ms",
                  title=f"{result['target']}, {result['devices']} devices; {versions}",
                  caption=f"resident, GiB: {resident}\n{NOTE}")
     for program in result["programs"]:
@@ -56,13 +56,14 @@ def table(result: Json) -> Table:
 
 
 def _row(program: Json) -> list[str]:
-    copies = sum(copy["count"] for copy in program["cache_copies"])
+    copies = sum(copy["count"] for copy in program["copies"])
     moved = [f"{one['count']} {kind} {one['bytes'] / 2**20:.1f} MiB"
              for kind, one in program["collectives"].items()]
-    least = program["least_seconds"]
+    least, ticks = program["least_seconds"], program["clock"]
     return [program["program"],
             f"{program['compile_seconds']:.1f}{' kept' if program['kept'] else ''}",
             f"{memory(program) / GIB:.2f} of {program['limit'] / GIB:.2f}",
             f"{program['peak'] / GIB:.2f}", f"{program['temporaries'] / GIB:.2f}",
             f"{program['aliased']} of {program['donated']}", str(program["operations"]),
-            str(copies), "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}"]
+            str(copies), "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}",
+            "" if ticks is None else f"{ticks['milliseconds']:.3g}"]

@@ -42,6 +42,7 @@ from specrl_jax.verify.protocol import Head, Nodes, Target
 from specrl_jax.verify.registry import RULES
 
 
+@jax.named_scope("drafter")  # scopes name parts in experiments/compile/clock.py
 def draft(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan
           ) -> tuple[RolloutState, DraftTree]:
     """Proposes a tree for the live rows."""
@@ -125,6 +126,7 @@ def drafted_round(decoder: Decoder, weights: Weights, state: RolloutState, plann
     return state.replace(counters=count_drafts(counters, pruned, verdict)), verdict.count
 
 
+@jax.named_scope("append")
 def commit_round(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
                  verdict: Verdict, path: Path) -> RolloutState:
     """Commits a verdict to the cache and the sequences, and shows it to the drafter."""
@@ -246,6 +248,7 @@ def _draws_from_head(decoder: Decoder) -> bool:
             and decoder.repetition_penalty == 1 and traced_device().platform == "tpu")
 
 
+@jax.named_scope("draw")
 def draw_and_walk(decoder: Decoder, planned: RoundPlan, packed: Packed, output: Forwarded,
                   depth: int) -> tuple[Verdict, Array]:
     """Draws the actor's token after each node and walks the trees by the rule.

@@ -3,6 +3,7 @@
 import concurrent.futures
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from absl import flags
 from helpers import micro_config, micro_trainer
 
 from experiments import config_flags
-from experiments.compile import compiling, findings, hlo, programs, targets, worker
+from experiments.compile import clock, compiling, findings, hlo, programs, targets, worker
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.model import invariant
 from specrl_jax.runtime.compilation import Compiler, Program
-from specrl_jax.runtime.hardware import GIB
+from specrl_jax.runtime.hardware import CHIPS, GIB
 from specrl_jax.sharding import make_mesh
 
 TINY = load_config("tiny")
@@ -90,14 +91,80 @@ def test_module_counts_a_body_once_and_the_largest_branch() -> None:
     assert hlo.collectives(module) == {"all-reduce": {"count": 1, "bytes": 256}}
 
 
-def test_module_copies_of_caches_tell_loops_from_edges() -> None:
-    actual = hlo.cache_copies(hlo.parse(MODULE), {8 * 1024}, least=1)
-    assert actual == [
-        {"kind": "fusion", "bytes": 32768, "in_loop": False, "count": 1},
+def test_module_copies_of_carried_arrays_tell_loops_from_edges() -> None:
+    """An array that a loop carries, or that was donated, counts; others, and VMEM, do not."""
+    module = hlo.parse(MODULE)
+    carried = hlo.large_copies(module, [], least=1)
+    assert hlo.large_copies(module, [("bf16", 16 * 1024)], least=1) == [
+        {"kind": "fusion", "bytes": 32768, "in_loop": False, "count": 1}, *carried]
+    assert carried == [
         {"kind": "fusion", "bytes": 16384, "in_loop": False, "count": 1},
         {"kind": "copy", "bytes": 16384, "in_loop": True, "count": 1},
         {"kind": "fusion", "bytes": 16384, "in_loop": True, "count": 1}]
-    assert hlo.cache_copies(hlo.parse(MODULE), {999}, least=1) == []
+    assert hlo.large_copies(module, []) == []  # all are below 1 MiB
+
+
+TICKS = """\
+HloModule jit_f
+
+%inner_body (arg: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %draw = f32[8]{0} fusion(%x), kind=kLoop, calls=%f, metadata={op_name="f/draw/add"}, @7
+}
+
+%inner_cond (arg: (f32[8], s32[])) -> pred[] {
+  %three = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i, %three), direction=LT
+}
+
+%body (arg: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %dot = f32[8]{0} fusion(%x), kind=kOutput, calls=%f, metadata={op_name="f/dot_general"}, @100
+  %nest = (f32[8]{0}, s32[]) while(%t), condition=%inner_cond, body=%inner_body
+  %cache_append.3 = bf16[4,128]{1,0} custom-call(%x), "bytes_accessed":"819000"
+  %sum = f32[1000]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+}
+
+%cond (arg: (f32[8], s32[])) -> pred[] {
+  %bound = s32[] get-tuple-element(%arg), index=1
+  ROOT %lt2 = pred[] compare(%i, %bound), direction=LT
+}
+
+%a (p: f32[8]) -> f32[8] {
+  %small = f32[8]{0} negate(%p), @5
+}
+
+%b (p: f32[8]) -> f32[8] {
+  %other = f32[8]{0} negate(%p)
+}
+
+%endless (arg: (f32[8], s32[])) -> pred[] {
+  ROOT %go = pred[] compare(%i, %j), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %layers = s32[] constant(4)
+  %same = s32[] copy(%layers)
+  %start = (f32[8]{0}, s32[]) tuple(%x, %same)
+  %loop = (f32[8]{0}, s32[]) while(%start), condition=%cond, body=%body
+  %rounds = (f32[8]{0}, s32[]) while(%start), condition=%endless, body=%a
+  %branch = f32[8]{0} conditional(%i, %x, %x), branch_computations={%a, %b}
+}
+"""
+
+
+def test_clock_multiplies_loops_and_names_parts() -> None:
+    """Kernels and collectives count bytes over bandwidth: on v5e 819 GB/s and 100, at 1.5 GHz."""
+    module = hlo.parse(re.sub(r"@(\d+)", r'backend_config={"estimated_cycles":"\1"}', TICKS))
+    ticks = clock.account(module, CHIPS["v5e"])
+    assert ticks is not None
+    assert ticks["parts"] == {
+        "append": 4 * 1500, "products": 4 * 100, "collectives": 4 * 60, "draw": 4 * 3 * 7,
+        "rest": 5 + 5}
+    assert ticks["where"] == {
+        "/loop x4": 4 * (100 + 1500 + 60), "/loop x4/loop x3": 84, "/loop x?": 5, "/branch 0": 5,
+        "/branch 1": 0, "outside of loops": 0}
+    assert ticks["cycles"] == sum(ticks["parts"].values()) and ticks["unestimated"] == 2
+    assert ticks["milliseconds"] == pytest.approx(ticks["cycles"] / 1.5e6, abs=1e-4)
+    assert clock.account(module, CHIPS["h100"]) is None
 
 
 def test_module_of_a_compiled_program_has_its_loop() -> None:
@@ -229,15 +296,15 @@ def test_compiler_that_aborts_is_a_named_failure(monkeypatch: pytest.MonkeyPatch
 
 
 FITS = {"program": "update", "kept": False, "peak": 2 * GIB, "resident": {"cache": 3 * GIB},
-        "limit": 14 * GIB, "cache_copies": []}
+        "limit": 14 * GIB, "copies": []}
 
 
 @pytest.mark.parametrize(("changes", "names"), [
     ({}, None),
     ({"peak": 12 * GIB}, "update: does not fit: 15.00 GiB of 14.00, 1.00 too much: 12.00 of its "
                          "own beside cache 3.00; lower learner.micro_batch"),
-    ({"cache_copies": [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}]},
-     "update: 2 x copy of a cache's 256 MiB in a loop"),
+    ({"copies": [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}]},
+     "update: 2 x copy of a carried or donated array's 256 MiB in a loop"),
     ({"error": findings.one_line(RuntimeError(
         "RESOURCE_EXHAUSTED: Ran out of memory.\nUsed 26.13G of 15.75G hbm. Exceeded hbm capacity "
         "by 10.38G.\n\nTotal hbm usage"))},

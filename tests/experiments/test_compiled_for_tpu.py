@@ -72,7 +72,7 @@ def test_launch_with_trees_and_update_compile_on_2x2x2(
     assert [actual["error"] for actual in programs if "error" in actual] == []
     assert all(findings.memory(actual) < actual["limit"] for actual in programs)
     assert all(actual["aliased"] == actual["donated"] for actual in programs)
-    assert not any(copy["in_loop"] for actual in programs for copy in actual["cache_copies"])
+    assert not any(copy["in_loop"] for actual in programs for copy in actual["copies"])
     again = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
     assert all(actual["kept"] for actual in again["programs"])
 

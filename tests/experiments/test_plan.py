@@ -118,7 +118,7 @@ STUBBED = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "experiments")!r})
 import plan
-found = dict(compile_seconds=1.0, limit=9, least_seconds=1.0, cache_copies=[])
+found = dict(compile_seconds=1.0, limit=9, least_seconds=1.0, copies=[], clock=None)
 plan.targets.check_packages = lambda target: None
 plan.compiling.compile_for = lambda config, target, only: dict(programs=[
     dict(found, program=only[0], peak=5, resident=dict(cache=2)),
