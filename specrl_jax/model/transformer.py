@@ -181,7 +181,8 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       `layers.run` returns them; and the residual stream after each of `taps`,
       [len(taps) * F, W], None if there are none.
     """
-    rotation = rotations(arch, position)
+    # The barrier keeps XLA from computing the angles anew in every layer.
+    rotation = jax.lax.optimization_barrier(rotations(arch, position))
     attend = cache.kv.reader(arch, packing, cache.length, implementation)
 
     def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:

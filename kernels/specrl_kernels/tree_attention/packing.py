@@ -58,9 +58,9 @@ def pack(out: jax.Array, row: jax.Array | None, node: jax.Array | None, nodes: i
     return by_node[row, :, node].reshape(row.shape[0], g * repeats, e)
 
 
-def by_head(x: jax.Array, nodes: int) -> jax.Array:
+def by_head(x: jax.Array, nodes: int | None = None) -> jax.Array:
     """f[B, G, nodes, E] from tree_k or tree_v; what is added is an ancestor of nobody."""
-    more = nodes - x.shape[1]
+    more = 0 if nodes is None else nodes - x.shape[1]
     return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0)))
 
 

@@ -50,8 +50,7 @@ def tree_attention_pallas(operands: Operands, plan: "Plan | None", *, scale: flo
     prefix, context = operands.prefix, operands.context
     rows = packing.unpack(operands, g, window)
     config = _config(target, rows, context.k)
-    nodes = -(-n // SUBLANES) * SUBLANES
-    tree = (packing.by_head(operands.tree_k, nodes), packing.by_head(operands.tree_v, nodes))
+    tree = (packing.by_head(operands.tree_k), packing.by_head(operands.tree_v))
     if not transposed_v:
         context = _transposed(context)
     run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
@@ -140,8 +139,9 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Conte
     rows = packing.pad_queries(rows, tile)
     live, info, work = plan or _plan(rows, context, config)
     share = jnp.maximum(-(-work.count // config.splits), 1)
-    bounds = jnp.stack([work.count, share, jnp.asarray(0 if layer is None else layer, jnp.int32)])
-    scalars = (bounds, work.steps, context.length, live.reshape(-1), *work.fetch)
+    at_layer = jnp.asarray(0 if layer is None else layer, jnp.int32)[None]
+    scalars = (work.count[None], share[None], at_layer, work.steps, context.length,
+               live.reshape(-1), *work.fetch)
     inputs = [rows.queries, info, *(tree or ())]
     specs = [_per_row(x) for x in inputs]
     for i, (k, v) in enumerate(zip(context.k, context.v, strict=True)):
@@ -195,7 +195,8 @@ def _plan(rows: Rows, context: Context, config: Config) -> Plan:
 
 
 def _tile(config: Config, queries: int) -> int:
-    return min(config.tile, -(-queries // SUBLANES) * SUBLANES)
+    """Returns the queries of a tile: all of them, of any number, if they fit into one."""
+    return min(config.tile, queries)
 
 
 def _info(rows: Rows) -> jax.Array:
@@ -240,14 +241,14 @@ def _combined(parts: Partial, work: work_list.WorkList, share: jax.Array, batch:
 
 def _step(split: Any, step: Any, scalars: Any) -> Any:
     """Returns the grid step's place in the list; steps beyond a share's end repeat its last."""
-    count, share = scalars[0][0], scalars[0][1]
+    count, share = scalars[0][0], scalars[1][0]
     return jnp.clip(jnp.minimum(split * share + step, count - 1), 0)
 
 
 def _per_row(x: Any, output: bool = False) -> pl.BlockSpec:
     """A whole row of [B, ...], or of the output [splits, B, ...]."""
     def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        row = scalars[1][_step(split, step, scalars)] >> work_list.SHIFT
+        row = scalars[3][_step(split, step, scalars)] >> work_list.SHIFT
         return (split, row, 0, 0, 0) if output else (row, *[0] * (len(x.shape) - 1))
 
     return pl.BlockSpec((1, 1, *x.shape[2:]) if output else (1, *x.shape[1:]), index)
@@ -259,7 +260,7 @@ def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockS
     block = min(config.block, size)
 
     def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        at = scalars[4 + segment][_step(split, step, scalars)]
-        return at >> work_list.SHIFT, scalars[0][2], 0, 0, at & work_list.LOW
+        at = scalars[6 + segment][_step(split, step, scalars)]
+        return at >> work_list.SHIFT, scalars[2][0], 0, 0, at & work_list.LOW
 
     return [pl.BlockSpec((1, 1, g, e, block), index)] * 2

@@ -11,18 +11,20 @@ from specrl_kernels.tree_attention import softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.softmax import Partial
 
+COPIES = 16  # of a tree's only node
 UNROLLED = 32  # bodies of the loops over segments, heads and tiles that are written out
 
 
-def kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
-           block: int, splits: int, tile: int, scale: float, has_tree: bool, has_window: bool
-           ) -> None:
+def kernel(total: Any, part: Any, layer: Any, steps: Any, length: Any, live: Any, *refs: Any,
+           sizes: tuple[int, ...], block: int, splits: int, tile: int, scale: float,
+           has_tree: bool, has_window: bool) -> None:
     """Runs one step of the list: starts a row, adds one block to it, ends it, each where due."""
     q, info, *rest = refs[len(sizes):]  # the fetch lists are for the index maps
     tree, rest = (rest[:2], rest[2:]) if has_tree else (None, rest)
     context, rest = rest[: 2 * len(sizes)], rest[2 * len(sizes):]
     outputs, carry = rest[:-3], Partial(*rest[-3:])
-    split, count, share = pl.program_id(0), bounds[0], bounds[1]
+    del layer  # it is for the index maps
+    split, count, share = pl.program_id(0), total[0], part[0]
     at = split * share + pl.program_id(1)
     last = jnp.minimum((split + 1) * share, count) - 1
     _, heads, queries, _ = q.shape
@@ -89,6 +91,8 @@ def _begin(carry: Partial, q: Any, info: Any, tree: Any, scale: float, head: Any
            ) -> None:
     """The tree's own keys: the first that a row sees."""
     keys, values = (ref[0, head] for ref in tree)  # [n, E]
+    if keys.shape[0] == 1:  # Mosaic has no product of one column; nobody sees the copies
+        keys, values = (jnp.broadcast_to(x, (COPIES, x.shape[1])) for x in (keys, values))
     score = softmax.dot(q[0, head, queries, :], keys, contract=1) * scale
     columns = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
     words = info[0, queries, :]
