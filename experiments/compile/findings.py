@@ -21,6 +21,8 @@ from . import clock, hlo, programs, work
 from .targets import Target, versions
 
 NO_ROOM = "does not fit:"
+ROLLOUT = ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted")
+"""Programs whose donated arrays are large and change a little: a copy of one is a fault."""
 
 
 def store() -> Path | None:
@@ -133,7 +135,7 @@ def failures(finding: Json) -> list[str]:
             f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {finding['limit'] / GIB:.2f}, "
             f"{over / GIB:.2f} too much: {finding['peak'] / GIB:.2f} of its own beside "
             f"{_parts(finding['resident'])}; {way_out(name)}")
-    for copy in finding["copies"]:
+    for copy in finding["copies"] if name.split()[0] in ROLLOUT else []:
         where = "in a loop" if copy["in_loop"] else "at its edge"
         lines.append(f"{name}: {copy['count']} x {copy['kind']} of a carried or "
                      f"donated array's {copy['bytes'] / 2**20:.0f} MiB {where}")
@@ -143,7 +145,7 @@ def failures(finding: Json) -> list[str]:
 def way_out(name: str) -> str:
     """Returns what to change where a program does not fit."""
     first = name.split()[0]
-    if first in ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted"):
+    if first in ROLLOUT:
         return "lower rollout.batch_size or rollout.max_new_tokens, or raise mesh.tensor"
     if first in ("update", "compute_logprobs", "gap"):
         return "lower learner.micro_batch, set learner.remat, or raise mesh.fsdp or mesh.tensor"

@@ -23,6 +23,7 @@ from specrl_jax.runtime.hardware import chip_of
 from specrl_jax.structs import Metrics, Params, Rollout
 
 HOST = "pinned_host"  # JAX's name of the memory of learner.optimizer_offload
+MATRIX_UNIT = 128  # columns of a TPU's smallest
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
     """Returns the shapes and shardings of the learner's state.
@@ -152,7 +153,21 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
                      out_shardings=(shardings, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
                                      (scores, scores) if config.rl.kl_in_loss else None, base,
-                                     None if teacher is None else scores))
+                                     None if teacher is None else scores),
+                  update_options(arch, mesh))
+
+
+def update_options(arch: Architecture, mesh: Mesh) -> dict[str, str] | None:
+    """Returns the compiler's options for an update.
+
+    A TPU's compiler turns a gradient's product and reduce-scatter into products of one shard's
+    columns at a time. Where these are fewer than a matrix unit's, it is asked not to: the update of
+    0.5B over 16 shards then has 30 % fewer estimated cycles.
+    """
+    columns = arch.hidden_size // sharding.shard_count(mesh)
+    if sharding.platform(mesh) != "tpu" or columns >= MATRIX_UNIT:
+        return None
+    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

@@ -303,8 +303,10 @@ FITS = {"program": "update", "kept": False, "peak": 2 * GIB, "resident": {"cache
     ({}, None),
     ({"peak": 12 * GIB}, "update: does not fit: 15.00 GiB of 14.00, 1.00 too much: 12.00 of its "
                          "own beside cache 3.00; lower learner.micro_batch"),
-    ({"copies": [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}]},
-     "update: 2 x copy of a carried or donated array's 256 MiB in a loop"),
+    ({"copies": [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}]}, None),
+    ({"copies": [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}],
+      "program": "launch 4"},
+     "launch 4: 2 x copy of a carried or donated array's 256 MiB in a loop"),
     ({"error": findings.one_line(RuntimeError(
         "RESOURCE_EXHAUSTED: Ran out of memory.\nUsed 26.13G of 15.75G hbm. Exceeded hbm capacity "
         "by 10.38G.\n\nTotal hbm usage"))},
