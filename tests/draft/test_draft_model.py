@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, MeshConfig
-from specrl_jax.control.protocol import make_spec
+from specrl_jax.control.protocol import Plan, make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.draft.tree import map_nodes
@@ -137,6 +137,15 @@ def test_binding_leaves_the_actor_alone() -> None:
 # Rollouts.
 
 
+def pausing(course: Course, branch: int) -> Any:
+    """Takes its settings from `course`; those with more than `branch` branches draft off and on."""
+    def plan(state: Any, load: Any) -> Any:
+        pause = (state.branch > branch) & (load.length.sum() % 3 == 0)
+        return Plan(state.replace(depth=jnp.where(pause, 0, state.depth)), jnp.int32(1))
+
+    return wandering(course)._replace(plan=plan)
+
+
 class Bench:
     """Plain decoding, and a small model of the actor's own shape under changing settings."""
 
@@ -147,13 +156,13 @@ class Bench:
         self.plain.compile(ACTOR_PARAMS)
         self.drafting = make_engine(
             ACTOR, self.task, drafter=draft_model(arch, DEPTH, branch, nodes, truncate=threshold),
-            batch=4, min_batch=2, controller=wandering(self.course), truncates=True)
+            batch=4, min_batch=2, controller=pausing(self.course, branch), truncates=True)
         self.drafting.compile(ACTOR_PARAMS, tiny_params(arch))
 
-    def drafts(self, own: Any, **mix: Any) -> Result:
+    def drafts(self, own: Any, pauses: bool, **mix: Any) -> Result:
         """A rollout that must equal the plain one."""
         asked = ask(self.task, seed=1, **mix)
-        self.course.hold = make_spec(DEPTH, self.branch, self.nodes, 0)
+        self.course.hold = make_spec(DEPTH, self.branch + pauses, self.nodes, 0)
         result = roll_out(self.drafting, ACTOR_PARAMS, asked, own, rounds=2)
         assert streams(result) == streams(roll_out(self.plain, ACTOR_PARAMS, asked))
         return result
@@ -170,9 +179,17 @@ def bench() -> Bench:
 @pytest.mark.ci
 def test_actor_as_its_own_drafter_is_always_accepted(
         bench: Bench, sampling: dict[str, float]) -> None:
-    result = bench.drafts(ACTOR_PARAMS, **sampling)
+    result = bench.drafts(ACTOR_PARAMS, False, **sampling)
     assert (result.sequences.commits[:, : bench.task.response // (DEPTH + 1)] == DEPTH + 1).all()
     assert result.counters["committed"] == (DEPTH + 1) * result.counters["row_rounds"]
+
+
+@pytest.mark.ci
+def test_actor_as_its_own_drafter_survives_pauses(bench: Bench) -> None:
+    result = bench.drafts(ACTOR_PARAMS, True)
+    tried, _, share, _ = result.calibration
+    assert tried.sum() > 50 and (share[tried > 0] == 1).all()
+    assert (DEPTH + 1) * result.counters["row_rounds"] > result.counters["committed"] * 1.1
 
 
 # Configuration.
@@ -186,6 +203,12 @@ def config(**fields: Any) -> Config:
 def make(config: Config, **actor: Any) -> registry.DrafterSet:
     arch = dataclasses.replace(tiny.TINY, **actor.pop("arch", {}))
     return registry.make(config, arch, (), 2, lambda text: None, **actor)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+def test_draft_temperature_reaches_the_drafter(drafter: str) -> None:
+    made = make(config(draft__temperature=0.5, spec__drafter=drafter))
+    assert made.drafter.propose.args[0].temperature == 0.5
 
 
 @pytest.mark.parametrize("rows", [480, 512, 600])
@@ -225,17 +248,3 @@ def test_model_or_option_that_cannot_draft_is_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         make(config(**fields), **actor)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
-def test_draft_temperature_reaches_the_drafter(drafter: str) -> None:
-    made = make(config(draft__temperature=0.5, spec__drafter=drafter))
-    assert made.drafter.propose.args[0].temperature == 0.5
-
-
-@pytest.mark.ci
-def test_actor_as_its_own_drafter_survives_pauses(bench: Bench) -> None:
-    result = bench.drafts(ACTOR_PARAMS, True)
-    tried, _, share, _ = result.calibration
-    assert tried.sum() > 50 and (share[tried > 0] == 1).all()
-    assert (DEPTH + 1) * result.counters["row_rounds"] > result.counters["committed"] * 1.1
