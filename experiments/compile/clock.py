@@ -39,8 +39,8 @@ def account(module: Module, chip: Chip) -> Json | None:
     where: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
     unestimated = 0
-    for instruction, times, place in _running(module):
-        cycles, part = instruction.cycles, _part(instruction, times)
+    for instruction, times, place, outer in _running(module):
+        cycles, part = instruction.cycles, _part(instruction, times, outer)
         if part in KERNELS.values() and instruction.kind == "custom-call":
             cycles = round(instruction.moved / chip.bandwidth * clock)
         elif part == "collectives":
@@ -54,13 +54,13 @@ def account(module: Module, chip: Chip) -> Json | None:
             "unestimated": unestimated}
 
 
-def _part(instruction: Instruction, times: int) -> str:
+def _part(instruction: Instruction, times: int, outer: str) -> str:
     for name, part in KERNELS.items():
         if instruction.kind == "custom-call" and instruction.name.startswith(name):
             return part
     if instruction.starts in COLLECTIVES:
         return "collectives"
-    path = instruction.operation.split("/")
+    path = f"{outer}/{instruction.operation}".split("/")
     for scope in SCOPES:
         if scope in path:
             return scope
@@ -69,9 +69,11 @@ def _part(instruction: Instruction, times: int) -> str:
     return "small operations in layers" if times > 1 else "rest"
 
 
-def _running(module: Module) -> Iterator[tuple[Instruction, int, str]]:
-    """Yields (instruction, how often it runs, loops and branches around it) of all that runs."""
-    def walk(name: str, times: int, place: str) -> Iterator[tuple[Instruction, int, str]]:
+def _running(module: Module) -> Iterator[tuple[Instruction, int, str, str]]:
+    """Yields (instruction, how often it runs, loops and branches around it, the operation of the
+    innermost loop, which names parts where the compiler made the loop) of all that runs."""
+    def walk(name: str, times: int, place: str, outer: str
+             ) -> Iterator[tuple[Instruction, int, str, str]]:
         for instruction in module.computations.get(name, ()):
             kind, called = instruction.kind, instruction.called
             if kind in QUIET or kind.endswith(("-done", "-update")):
@@ -79,19 +81,19 @@ def _running(module: Module) -> Iterator[tuple[Instruction, int, str]]:
             if kind == "while":
                 count = _trips(module, name, instruction)
                 yield from walk(called["body"][0], times * (count or UNKNOWN),
-                                f"{place}/loop x{count or '?'}")
+                                f"{place}/loop x{count or '?'}", instruction.operation)
             elif kind == "conditional":
                 branches = called.get("branch_computations") or (
                     *called.get("true_computation", ()), *called.get("false_computation", ()))
                 for i, branch in enumerate(branches):
-                    yield from walk(branch, times, f"{place}/branch {i}")
+                    yield from walk(branch, times, f"{place}/branch {i}", outer)
             elif kind == "call":
                 for inner in called.get("to_apply", ()):
-                    yield from walk(inner, times, place)
+                    yield from walk(inner, times, place, outer)
             else:
-                yield instruction, times, place
+                yield instruction, times, place, outer
 
-    return walk(module.entry, 1, "")
+    return walk(module.entry, 1, "", "")
 
 
 def _trips(module: Module, where: str, loop: Instruction) -> int | None:
