@@ -127,7 +127,7 @@ class Sampler:
         # Bits compare only where both have one dtype.
         if mine.split()[:1] == trained_with.split()[:1] and mine != trained_with:
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
-                       "weights of this actor and may have less accepted")
+                       "weights of this actor, so fewer of its drafts may be accepted")
         return RolloutInputs(policy, drafter, self.engine.initial_speculation())
 
     def publish(self, params: Params, version: int) -> PublishedPolicy:
@@ -176,7 +176,7 @@ class Sampler:
         """
         engine, control, speculation = self.engine, self.config.control, inputs.speculation
         if not engine.decoder.drafter.depth:
-            return speculation
+            return speculation.replace(fresh=False)
         online = control.cost_updates == "online"
         since = time.time() - cost_file.FRESH if online else 0.0
         costs = profiling.stored(engine, control.cost_table, self._draft_settings(), since)

@@ -96,9 +96,11 @@ class Trainer:
     def compile(self, state: TrainState, say: Callable[[str], None] = ignore
                 ) -> tuple[TrainState, Metrics]:
         """Compiles whatever a step may run, finds what rounds cost and verifies the drafter."""
-        self.sampler.compile(state.policy, state.drafter.published, say, self.policy.add_programs)
-        self.policy.finish_compiling()
-        checksum(state.policy.params)  # compiles it
+        if not self.sampler.engine.compiled:
+            self.sampler.compile(state.policy, state.drafter.published, say,
+                                 self.policy.add_programs)
+            self.policy.finish_compiling()
+            checksum(state.policy.params)  # compiles it
         began = time.perf_counter()
         speculation = self.sampler.find_costs(
             RolloutInputs(state.policy, state.drafter.published, state.speculation), say)
@@ -114,7 +116,7 @@ class Trainer:
         Raises:
           RewardError: a reward failed, before anything was donated: `state` can be used again.
         """
-        if not self.sampler.engine.compiled:
+        if state.speculation.fresh or not self.sampler.engine.compiled:
             state, _ = self.compile(state)
         timer, step = StepTimer(phase), state.step
         metrics: Metrics = {"step": step, "checksum/policy": checksum(state.policy.params)}

@@ -200,31 +200,42 @@ def test_counters_equal_a_recount_from_the_commits(bench: Any, hit: float | None
 
 
 def test_interleaved_generations_give_what_each_gives_alone() -> None:
-    """Two states of speculation that draft differently, and two generations from each."""
-    trainer = stepping_to_compile(micro_config(spec__drafter="history", rollout__temperature=0.3))
-    batch, start = trainer.prompts.batch(np.arange(8)), trainer.state
-    blank = start.speculation
-    tried = np.full_like(blank.acceptance.tried, 500)
-    states = {"deep": blank, "shallow": blank.replace(
-        control=protocol.make_spec(1, 1, 2, 0),
-        acceptance=blank.acceptance.replace(tried=tried, hit=0.1 * tried))}
+    """Each state differs from the first in one of policy, drafter, plan and acceptance."""
+    trainer = stepping_to_compile(micro_config(spec__drafter="eagle", rollout__temperature=0.3))
+    start, sampler, blank = trainer.state, trainer.sampler, trainer.state.speculation
+    batch = trainer.prompts.batch(np.arange(8))
 
-    def generate(order: str) -> dict[str, Any]:
-        now, outcomes = dict(states), {name: [] for name in states}
-        for name in order.split():
-            rollout, now[name], result = trainer.sampler.generate(
-                batch, start.policy, start.drafter.published, now[name], "train",
-                len(outcomes[name]))
+    def scaled(params: Any, by: float) -> Any:
+        return jax.tree.map(lambda a: a * np.asarray(by, a.dtype), params)
+
+    policy, drafter = start.policy, start.drafter.published
+    tried = np.full_like(blank.acceptance.tried, 500)
+    doubted = blank.replace(acceptance=blank.acceptance.replace(tried=tried, hit=0.01 * tried))
+    states = {
+        "first": (policy, drafter, blank),
+        "policy": (sampler.publish(scaled(policy.params, 1.5), 1), drafter, blank),
+        "drafter": (policy, sampler.publish_drafter(policy, scaled(drafter.weights, -1), 1), blank),
+        "shallow": (policy, drafter, blank.replace(control=protocol.make_spec(1, 1, 2, 0))),
+        "doubted": (policy, drafter, doubted)}
+
+    def generate(*order: str) -> dict[str, Any]:
+        now = {name: speculation for name, (_, _, speculation) in states.items()}
+        outcomes: dict[str, Any] = {name: [] for name in order}
+        for name in order:
+            rollout, now[name], result = sampler.generate(
+                batch, *states[name][:2], now[name], "train", len(outcomes[name]))
             outcomes[name].append((rollout, now[name], result.counters))
         return outcomes
 
-    both = generate("deep shallow deep shallow")
-    for name in states:
-        jax.tree.map(np.testing.assert_array_equal, both[name], generate(f"{name} {name}")[name])
-    deep, shallow = ([counters["accepted"] for *_, counters in both[name]] for name in states)
-    assert deep != shallow and min(deep) > 0
-    for (_, learned, _), _ in both.values():
-        assert not np.array_equal(learned.acceptance.tried, blank.acceptance.tried)
+    mixed = generate(*states, *states)
+    alone = {name: generate(name, name)[name] for name in states}
+    jax.tree.map(np.testing.assert_array_equal, mixed, alone)
+    (rollout, learned, counters), _ = mixed.pop("first")
+    assert counters["drafted"] > 0 and learned.acceptance.tried.any() and not (
+        blank.acceptance.tried.any())
+    for name, ((other, _, others), _) in mixed.items():
+        assert others != counters, name
+        assert np.array_equal(other.tokens, rollout.tokens) == (name != "policy"), name
 
 
 def test_refill_and_compaction_take_place(bench: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers import Stepping, counting, micro_config, stepping, stepping_to_compile
 
 from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps, restore_part
-from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig
+from specrl_jax.config import ControlConfig, LearnerConfig, RewardConfig, RLConfig
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.control import acceptance
 from specrl_jax.data.examples import Example
@@ -248,6 +248,23 @@ def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
     resumed, whole = run(tmp_path / "fails", mine), run(tmp_path / "whole", mine)
     jax.tree.map(np.testing.assert_array_equal, resumed.learner, whole.learner)
     jax.tree.map(np.testing.assert_array_equal, resumed.prompts, whole.prompts)
+
+
+def test_costs_reach_the_state_that_steps_whoever_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step compiles, measures, and fails; the caller's state still lacks the costs."""
+    trainer = stepping_to_compile(micro_config(control=ControlConfig(policy="budget")))
+    start = trainer.state
+
+    def fails(*args: object) -> None:
+        raise RewardError("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.trainer, "reward", fails)
+        with pytest.raises(RewardError, match="down"):
+            trainer.step()
+    assert trainer.state is start and start.speculation.fresh
+    trainer.step()
+    assert trainer.state.speculation.plain_round_seconds and not trainer.state.speculation.fresh
 
 
 def refuses_odd(prompt: str, completion: str, example: Example) -> float:
