@@ -3,9 +3,9 @@
     python experiments/sft.py --config=smollm2 --config.data.path=chats.jsonl --workdir=runs/sft
     python experiments/train.py --config=smollm2 --config.model.path=runs/sft/model
 
-The files have one JSON object a line: "messages", or "prompt" and "completion". The loss is that of
-the assistant's messages. A step learns prompts_per_step x group_size of them, with the learner of
-RL (config.learner, mesh, model). The same command again resumes; the end writes WORKDIR/model.
+The files have one JSON object per line: "messages", or "prompt" and "completion". The loss is that
+of the assistant's messages. A step learns prompts_per_step x group_size of them, with the learner
+of RL (config.learner, mesh, model). The same command again resumes; the end writes WORKDIR/model.
 """
 
 import functools

@@ -127,7 +127,8 @@ def test_processes_share_values_of_any_length_and_lose_one_in_a_line() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("field, values, words", [
     ("seed", "01", "seed = {0}: process {1} has {1}; give all processes the same flags"),
-    ("model.path", "ab", "model.path = '{0}': process {1} has others there (weights)")])
+    ("model.path", "ab",
+     "model.path = '{0}': process {1} has different contents for it (weights)")])
 def test_processes_that_differ_end_in_a_line(
         tmp_path: Path, field: str, values: str, words: str) -> None:
     for name in values if field == "model.path" else "":

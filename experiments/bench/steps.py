@@ -40,7 +40,7 @@ SHAPES = {"prompts_per_step": 8, "group_size": 8, "rollout.batch_size": 16,
           "learner.micro_batch": 8, "learner.remat": "full", "model.dtype": "bfloat16"}
 TINY = {"prompts_per_step": 2, "group_size": 2, "rollout.batch_size": 4,
         "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 24, "learner.micro_batch": 4}
-TOLD = ("time/", "learn/tokens_per_second", "learn/mfu", "rollout/accept_length")
+SHOWN = ("time/", "learn/tokens_per_second", "learn/mfu", "rollout/accept_length")
 _calls = itertools.count()
 
 
@@ -85,7 +85,7 @@ def steps(config: Config) -> dict[str, Any]:
     rows = []
     for _ in range(STEPS):
         state, metrics, _ = trainer.step(state)
-        rows.append(_told(metrics))
+        rows.append(_shown(metrics))
     return {"model": config.model.path, "sequences": config.prompts_per_step * config.group_size,
             "rows": config.rollout.batch_size, "prompt_tokens": config.rollout.max_prompt_tokens,
             "new_tokens": config.rollout.max_new_tokens, "dtype": config.model.dtype,
@@ -106,6 +106,6 @@ def alternate(prompt: str, completion: str, example: Mapping[str, Any]) -> float
     return float(next(_calls) % 2)
 
 
-def _told(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in metrics.items()
-            if name.startswith(TOLD) and isinstance(value, float)}
+            if name.startswith(SHOWN) and isinstance(value, float)}

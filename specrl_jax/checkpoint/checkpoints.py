@@ -224,7 +224,8 @@ class Checkpoints:
                 return step
             aside = _set_aside(step_dir)
             then = (f"falling back to checkpoint {steps[i + 1]}" if i + 1 < len(steps) else
-                    "no checkpoint is left: starting again from step 0, all its steps' lines go")
+                    "no checkpoint is left: restarting at step 0, the lines of all steps are "
+                    "removed")
             self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
         return NONE
 

@@ -1,8 +1,8 @@
 """Which config fields and which examples a resumed run must share with the run as it was left.
 
 A field is one of three kinds. Changing a FREE one changes nothing that is computed. Changing one of
-EQUAL leaves tokens equal but where rounding decides between two of them, or rewards but those of
-slow answers; a line says so, and parts of the checkpoint that depend on it start anew. All others
+EQUAL leaves tokens equal except where rounding decides between two, or rewards except for slow
+answers; a line says so, and parts of the checkpoint that depend on it start anew. All others
 are refused.
 """
 
@@ -40,7 +40,7 @@ FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad
 PATH_FIELDS = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path",
                "draft.path", "draft.model", "rl.teacher", "control.cost_table")  # hosts may differ
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
-LIMIT = "rewards stay equal, but of answers that take longer than one of the limits"
+LIMIT = "rewards stay equal except for answers that exceed a limit"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
 EQUAL: Mapping[str, str] = {
@@ -113,8 +113,8 @@ def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> N
             for part, value in digests.items()}
     for other, name, _ in _differing("the files", mine):
         field, _, part = name.partition(" ")
-        check(False, field, flat(config)[field], f"process {other} has others there ({part}); "
-              "give all processes the same files")
+        check(False, field, flat(config)[field], f"process {other} has different contents for it "
+              f"({part}); give all processes the same files")
 
 
 def _differing(name: str, mine: Json) -> Iterator[tuple[int, str, Any]]:
@@ -144,7 +144,7 @@ def describe_changes(changed: Mapping[str, str]) -> str:
     kinds = {kind: None for field in changed for name, kind in EQUAL.items()
              if among(field, [name])}
     parts, rounding = ", ".join(sorted(renewed(changed))), [x for x in kinds if x != LIMIT]
-    effects = [*(["tokens stay equal, but where rounding decides", ", ".join(rounding)]
+    effects = [*(["tokens stay equal except where rounding decides", ", ".join(rounding)]
                  if rounding else []), *([LIMIT] if LIMIT in kinds else []),
                *([f"these parts of the checkpoint start anew: {parts}"] if parts else [])]
     return (f"resuming with {', '.join(f'{field} = {text}' for field, text in changed.items())}: "

@@ -44,8 +44,8 @@ class RLConfig(Section, prefix="rl"):
                           "policy's tokens are part of the advantages (on-policy distillation); "
                           "empty is none")
     teacher_weight: float = option(
-        1.0, "what a token's advantage gains by each nat that the teacher's log-probability is "
-        "above the policy's; with reward.weights of 0 it is all of it", within="(0, inf)",
+        1.0, "advantage of a token per nat by which the teacher's log-probability exceeds the "
+        "policy's; with reward.weights of 0 it is the whole advantage", within="(0, inf)",
         read_with=("teacher",))
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0,
                              read_with=("loss", *WITH_RATIO))
@@ -80,8 +80,8 @@ class RLConfig(Section, prefix="rl"):
                    "reference; use k1, or rl.kl_in = loss")
         self.check(self.filter == "none" or self.advantage not in ("batch", "none"), "filter",
                    f"rl.advantage = {self.advantage} is not 0 where a group agrees; use another")
-        self.check(self.filter == "none" or not self.teacher, "filter", "a teacher tells more of "
-                   "a group than its rewards; drop rl.teacher or the filter")
+        self.check(self.filter == "none" or not self.teacher, "filter", "with a teacher, "
+                   "groups whose rewards agree still teach; drop rl.teacher or the filter")
 
     @property
     def most_rollouts(self) -> int:

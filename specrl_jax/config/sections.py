@@ -111,7 +111,7 @@ class RolloutConfig(Section, prefix="rollout"):
                                "keeps the whole vocabulary", within="[0, 1]")
     repetition_penalty: float = option(
         1.0, "generate.py: logits of tokens of the prompt or the response are divided by it "
-        "if positive, else multiplied with it; 1 is off", within="[0.01, 100]")
+        "if positive, else multiplied by it; 1 is off", within="[0.01, 100]")
     stop: tuple[str, ...] = option((), "generate.py: stop strings, which end a response and "
                                        "are not part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
@@ -154,8 +154,8 @@ class LearnerConfig(Section, prefix="learner"):
                                             "which each update fetches them")
     lora_rank: int = option(0, "rank of low-rank adapters, trained instead of the weights "
                                "(LoRA, arXiv:2106.09685); 0 trains all weights", low=0)
-    lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "
-                                    "so once", low=0)
+    lora_alpha: float = option(0.0, "adapters are scaled by lora_alpha / lora_rank; 0 means "
+                                    "lora_rank", low=0)
     lora_targets: tuple[str, ...] = option(LORA_TARGETS, "projections with an adapter, by the "
                                            "names that peft uses")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)

@@ -26,7 +26,7 @@ class Acceptance(struct.PyTreeNode):
 
 
 def blank(drafters: int, depth: int) -> Acceptance:
-    """Returns that nothing was observed, as host arrays."""
+    """Returns zero counts, as host arrays."""
     zero = np.zeros((max(drafters, 1), max(depth, 1), BINS), np.float32)
     return carrier(Acceptance, tried=zero, hit=zero)
 

@@ -57,9 +57,9 @@ def update(old: DraftYield, nodes: Array, rows: Array, steps: Array, expected: A
            accepted: Array, rounds: Array) -> DraftYield:
     """Moves the depths that were drafted towards the nodes of this round.
 
-    Other depths forget, so that a few later drafts count. Deeper depths keep their proportion to
-    the deepest drafted one. Without recent drafts they survive from it at the rate of the depth
-    before, so they are tried again once drafts improve.
+    Counts of other depths decay, so that a few later drafts outweigh them. Deeper depths keep their
+    proportion to the deepest drafted one. Without recent drafts they survive from it at the rate of
+    the depth before, so they are tried again once drafts improve.
     """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)

@@ -85,7 +85,7 @@ ControllerFactory = Callable[[ControlConfig, SpecOptions, Limits], Controller]
 
 def make_spec(depth: int, branch: int, nodes: int, budget: int,
               mix: Sequence[float] = (1.0,)) -> SpecConfig:
-    """Returns a SpecConfig of constants; budget 0 is no limit, mix has a factor a drafter."""
+    """Returns a SpecConfig of constants; budget 0 is no limit, mix has a factor per drafter."""
     unlimited = jnp.iinfo(jnp.int32).max
     return SpecConfig(depth=jnp.int32(depth), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
                       budget=jnp.int32(budget or unlimited),

@@ -112,7 +112,7 @@ class Probe:
     def _limit(self, rate: float) -> np.ndarray:
         """Returns i32[sequences], the tokens of each answer: as many answers as EVIDENCE needs.
 
-        A dead drafter needs a round a token.
+        A dead drafter needs a round per token.
         """
         shapes = self._sampler.engine.shapes
         wanted = math.ceil(EVIDENCE / max(self._tokens * rate * shapes.shards, 1e-9))

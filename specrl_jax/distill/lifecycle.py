@@ -336,8 +336,8 @@ class LearningLifecycle(VerifiedLifecycle):
             fault, rate = self._probe.check(
                 RolloutInputs(policy, published, speculation), rate)
         if fault:
-            state = self._report(state, f"drafter version {new.number}: {fault}; version "
-                                 f"{old.number} drafts on")
+            state = self._report(state, f"drafter version {new.number}: {fault}; keeping "
+                                 f"version {old.number}")
         else:
             state = state.replace(good=new, published=published, rate=rate)
         return state, _update_metrics(result) | _named(fault)

@@ -127,7 +127,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("time/prefill", "s", "prefill, a part of time/rollout"),
     ("time/reward", "s", "rewards", "", "timing_s/reward"),
     ("learn/tokens_per_second", "tokens/s", "tokens of prompts and responses through the update "
-     "and its scores, on each device"),
+     "and its log-probabilities, on each device"),
     ("learn/mfu", "fraction", "6 FLOPs per parameter and token of the policy update, over "
      "what the device could do; if its peak is known (runtime/hardware.py)", "", "perf/mfu/actor"),
     ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),

@@ -109,7 +109,7 @@ def open_actor(config: Config, run: Path | None = None, step: int | str | None =
       ConfigError: there is no such model or run, or the run has no checkpoint.
     """
     if run is None and step:
-        raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
+        raise ConfigError(f"--step={step}: it needs --run=DIR")
     newest = run is not None and step is None
     if run is not None:
         step = _newest(run) if newest else best_step(run) if step == BEST else step

@@ -116,7 +116,7 @@ def _resolve(name: str) -> Reward:
     except TypeError as error:
         raise ConfigError(f"reward.terms = {name!r}: {error}; a reward is a function of (prompt, "
                           "completion, example), or of lists of them (batched)") from error
-    except ValueError:  # some builtins do not tell
+    except ValueError:  # some builtins have no signature
         pass
     return function
 
@@ -176,7 +176,7 @@ def _at_once(name: str, function: Any, answers: Sequence[Answer]) -> list[Outcom
                 f"reward {name!r}, a batch of {len(answers)} answers: {problem}")):
             values = list(function(prompts, completions, examples))
             if len(values) != len(answers):
-                raise ValueError(f"returned {len(values)} values; give one an answer")
+                raise ValueError(f"returned {len(values)} values; return one per answer")
     except RewardError as error:
         return [Outcome(error=str(error))] * len(answers)
     return [_outcome(_finite, name, *one)

@@ -40,7 +40,7 @@ class Workers:
         except TypeError as error:
             return [Outcome(error=f"reward {name!r}: {error}; examples go to reward.workers as "
                                   "JSON")] * len(answers)
-        for _ in range(2):  # where it ended for no answer's sake, another one goes on
+        for _ in range(2):  # if it died for a reason other than an answer, a new one starts
             self._process = self._process or self._start()
             reply = _ask(self._process, request)
             if reply is not None:

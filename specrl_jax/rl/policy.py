@@ -24,7 +24,8 @@ from specrl_jax.structs import Array, Metrics, ModelParams, Params, Rollout
 
 
 class Teacher(NamedTuple):
-    """The teacher of on-policy distillation: a frozen model that scores what the policy sampled."""
+    """The teacher of on-policy distillation: a frozen model, whose log-probabilities the
+    policy's approach."""
 
     arch: Architecture
     params: Params  # in model.dtype, split as the learner's

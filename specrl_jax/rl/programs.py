@@ -131,7 +131,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
     replicated = sharding.replicated(mesh)
     state, base = abstract_state(config, arch, mesh), abstract_base(config, arch, mesh)
     batch, totals = abstract_batch(config, mesh)
-    scores = batch.rollout_logprob
+    logprobs = batch.rollout_logprob
     on_mesh = functools.partial(sharding.traced_for, mesh)
     if base is not None:
         yield merge(config, arch, mesh)
@@ -143,7 +143,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         yield compute_logprobs(config, arch, mesh)
     if config.rl.kl_in_reward:
         yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),
-                                    out_shardings=replicated), (batch, scores, scores))
+                                    out_shardings=replicated), (batch, logprobs, logprobs))
     if teacher is not None:
         function = functools.partial(learner.compute_logprobs, teacher, config)
         yield Program("teacher", jax.jit(on_mesh(function)),
@@ -151,9 +151,9 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
     shardings = jax.tree.map(lambda a: a.sharding, state)
     update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
                      out_shardings=(shardings, replicated))
-    yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
-                                     (scores, scores) if config.rl.kl_in_loss else None, base,
-                                     None if teacher is None else scores),
+    yield Program("update", update, (state, batch, totals, logprobs if reads_old(config) else None,
+                                     (logprobs, logprobs) if config.rl.kl_in_loss else None, base,
+                                     None if teacher is None else logprobs),
                   update_options(arch, mesh))
 
 

@@ -31,7 +31,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}:{number}: {error}; save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: {error}; give a file with one JSON object a line") from error
+        raise ConfigError(f"{path}: {error}; give a file with one JSON object per line") from error
 
 
 def _parse(text: str, where: str) -> Any:

@@ -54,8 +54,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
                                        initialization_timeout=int(patience) + 3600,
                                        heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Give --coordinator, "
-                          f"--processes and --process where they cannot be found") from error
+        raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Pass --coordinator, "
+                          f"--processes and --process if they are not detected") from error
 
 
 def _fail(line: str) -> None:

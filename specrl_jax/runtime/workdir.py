@@ -13,7 +13,7 @@ from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
 BEST_FILE, REPORT = "best.json", "report.html"
-FORMAT = 2  # of config.json and checkpoints; those up to version 0.2.0 name none
+FORMAT = 2  # of a run's config.json; up to version 0.2.0 it names none
 
 
 def read_config(workdir: str | Path) -> Json | None:
@@ -65,8 +65,8 @@ def result_directory(workdir: Path, name: str) -> Path:
     wrote it before. Raises ConfigError if something else is there."""
     path = workdir / name
     own = path.is_dir() and not path.is_symlink() and (workdir / CONFIG).exists()
-    check(own or not os.path.lexists(path), "workdir", str(workdir), f"{path} is there already, "
-          "where the result would be written, and is of no run; choose another workdir")
+    check(own or not os.path.lexists(path), "workdir", str(workdir), f"{path} exists already and "
+          "was not written by a run; choose another workdir")
     return path
 
 

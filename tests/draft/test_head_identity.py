@@ -59,8 +59,8 @@ def test_head_of_another_actor_is_reported_in_one_line(
     mine = saved(tmp_path / "head", eagle_weights.MadeFor(TOKENIZER.identity, identity(actor(0))))
     assert warnings_of(mine, actor(0), actor(1), parts=parts) == []  # it learns, and drifts away
     assert warnings_of(mine, actor(1), actor(0), parts=parts) == [
-        f"draft.path = {str(mine)!r}: the head was trained with other weights of this actor and "
-        "may have less accepted"]
+        f"draft.path = {str(mine)!r}: the head was trained with other weights of this actor, "
+        "so fewer of its drafts may be accepted"]
     unknown = saved(tmp_path / "other", eagle_weights.UNKNOWN)
     (told,) = warnings_of(unknown, actor(1), parts=parts)
     assert told.startswith(f"{unknown}: does not name the tokenizer that it was trained with")

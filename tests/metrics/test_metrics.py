@@ -162,11 +162,11 @@ def test_result_directory_of_no_run_is_refused(tmp_path, what):
     assert result_directory(tmp_path, "model") == tmp_path / "model"
     {"file": lambda path: path.touch(), "directory": lambda path: path.mkdir(),
      "link to nothing": lambda path: path.symlink_to("nowhere")}[what](tmp_path / "model")
-    with pytest.raises(ConfigError, match="workdir = .*/model is there already.* is of no run; ch"):
+    with pytest.raises(ConfigError, match="workdir = .*/model exists already and was not written"):
         result_directory(tmp_path, "model")
     write_config(tmp_path, {})
     if what == "directory":
         assert result_directory(tmp_path, "model") == tmp_path / "model"
     else:
-        with pytest.raises(ConfigError, match="is of no run"):
+        with pytest.raises(ConfigError, match="was not written by a run"):
             result_directory(tmp_path, "model")

@@ -198,7 +198,7 @@ def test_batched_reward_gets_all_answers_in_this_process():
 
 @pytest.mark.parametrize("said, words", [
     ("raise", "a batch of 3 answers: RuntimeError: model is down"),
-    ("short", "a batch of 3 answers: ValueError: returned 1 values; give one an answer"),
+    ("short", "a batch of 3 answers: ValueError: returned 1 values; return one per answer"),
     ("nan", "example 7, answer 'nan': returned nan")])
 def test_batched_reward_that_fails_stops_or_counts(said, words):
     answers = [("", x, EXAMPLE) for x in ("a", said, "a")]

@@ -1,5 +1,5 @@
-"""`jsonl`: files with one JSON object a line. An example's id is its line number, from 1; those of
-a further file count on."""
+"""`jsonl`: files with one JSON object per line. An example's id is its line number, from 1; those
+of a further file count on."""
 
 import glob
 import os
@@ -38,7 +38,7 @@ def files(paths: str) -> list[Path]:
             Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         named = [name for name in named if name.is_file()]
         check(bool(part.strip()) and bool(named), "data.path", part,
-              "no such file; name a file with one JSON object a line, a pattern such as "
+              "no such file; name a file with one JSON object per line, a pattern such as "
               "'data/*.jsonl.gz', or several with commas")
         matched |= dict.fromkeys(named)
     return list(matched)
