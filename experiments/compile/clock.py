@@ -1,17 +1,19 @@
 """The TPU compiler's own estimate of a program's cycles, added up by loop and by part.
 
 It counts memory, but nothing of stragglers, the host, or links under load: an estimate to compare
-programs with, not a time. Kernels and collectives have none; they count what they move over the
-bandwidth of memory and of the links.
+programs with, not a time. Kernels and collectives have none. A kernel counts the bundles of its
+machine code times its steps, or the bytes it moves over the bandwidth if those take longer;
+collectives count bytes over the bandwidth of the links.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from specrl_jax.runtime.hardware import Chip
 from specrl_jax.structs import Json
 
 from .hlo import COLLECTIVES, QUIET, Instruction, Module
+from .machine_code import Bundles
 
 # Hertz, from the published peaks: 2 FLOPs a cell of 128 x 128 or, on v6e, 256 x 256 a matrix unit.
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
@@ -25,24 +27,36 @@ SCOPES = ("drafter", "append", "draw")  # of jax.named_scope, outermost first
 UNKNOWN = 1  # trips of a loop whose length depends on data: a launch's rounds
 
 
-def account(module: Module, chip: Chip) -> Json | None:
+def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles] | None = None
+            ) -> Json | None:
     """Returns a program's estimated cycles; None for a chip without a clock.
+
+    Args:
+      bundles: of the kernels' machine code, by instruction; a kernel without counts bytes.
 
     Returns:
       {"cycles": total, "milliseconds", "where": cycles by loop and branch, "parts": by part,
-      "unestimated": how many operations have no estimate}. A loop's body counts as often as it
-      runs, if the compiler knows that, else once; of branches all are in the total.
+      "kernels": for each {"compute": cycles of bundles or None, "memory": of bytes, "steps"} of all
+      its calls, "unestimated": how many operations have no estimate}. A loop's body counts as often
+      as it runs, if the compiler knows that, else once; of branches all are in the total.
     """
     clock = CLOCKS.get(chip.name)
     if clock is None:
         return None
     where: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
+    kernels: dict[str, Json] = {}
     unestimated = 0
     for instruction, times, place, outer in _running(module):
         cycles, part = instruction.cycles, _part(instruction, times, outer)
         if part in KERNELS.values() and instruction.kind == "custom-call":
-            cycles = round(instruction.moved / chip.bandwidth * clock)
+            own = (bundles or {}).get(instruction.name)
+            compute = own and own.cycles(instruction.steps, instruction.trips)
+            memory = round(instruction.moved / chip.bandwidth * clock)
+            cycles = max(memory, compute or 0)
+            _add(kernels.setdefault(instruction.name.partition(".")[0], {}), {
+                "compute": compute and compute * times, "memory": memory * times,
+                "steps": instruction.steps * times})
         elif part == "collectives":
             cycles = round(instruction.size / LINKS[chip.name] * clock)
         unestimated += cycles is None
@@ -51,7 +65,12 @@ def account(module: Module, chip: Chip) -> Json | None:
     total = sum(parts.values())
     return {"cycles": total, "milliseconds": round(total / clock * 1e3, 4),
             "where": dict(where.most_common()), "parts": dict(parts.most_common()),
-            "unestimated": unestimated}
+            "kernels": kernels, "unestimated": unestimated}
+
+
+def _add(total: Json, more: Json) -> None:
+    for name, value in more.items():
+        total[name] = None if value is None else (total.get(name) or 0) + value
 
 
 def _part(instruction: Instruction, times: int, outer: str) -> str:

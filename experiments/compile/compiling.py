@@ -76,7 +76,8 @@ class _Worker:
     def _once(self) -> bool:
         """Runs the process; returns whether there may be programs left."""
         reading, writing = os.pipe()
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
+        with (tempfile.TemporaryFile("w+", errors="replace") as log,
+              tempfile.TemporaryDirectory() as dump):
             process = subprocess.Popen(
                 COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writing,),
                 text=True,
@@ -86,7 +87,8 @@ class _Worker:
             assert process.stdin is not None
             skip = [one["program"] for one in self.programs]
             with contextlib.suppress(BrokenPipeError):  # it has ended; its status is read below
-                process.stdin.write(json.dumps(self.request | {"skip": skip}) + "\n")
+                process.stdin.write(json.dumps(
+                    self.request | {"skip": skip, "dump": dump}) + "\n")
                 process.stdin.flush()  # and open: the process ends with this one
             self._listen(reading)
             code = process.wait()

@@ -17,12 +17,14 @@ from specrl_jax.runtime.hardware import GIB, Chip
 from specrl_jax.runtime.paths import user_cache
 from specrl_jax.structs import Json
 
-from . import clock, hlo, programs, work
+from . import clock, hlo, machine_code, programs, work
 from .targets import Target, versions
 
 NO_ROOM = "does not fit:"
 ROLLOUT = ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted")
 """Programs whose donated arrays are large and change a little: a copy of one is a fault."""
+
+FLAGS = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]  # the user's own
 
 
 def store() -> Path | None:
@@ -32,18 +34,19 @@ def store() -> Path | None:
 
 def key(lowered: Any, target: Target) -> str:
     """Returns the hash of a lowered module, the target, and what compiles and reads it."""
-    sources = [Path(file).read_bytes() for file in (hlo.__file__, clock.__file__, __file__)]
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    return digest([*sources, target.name, versions(), flags, lowered.as_text()])
+    files = (hlo.__file__, clock.__file__, machine_code.__file__, __file__)
+    return digest([*(Path(file).read_bytes() for file in files), target.name, versions(), FLAGS,
+                   lowered.as_text()])
 
 
 def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder: Path | None,
-         begin: Callable[[Json], None] = lambda event: None) -> Json:
+         dump: Path | None = None, begin: Callable[[Json], None] = lambda event: None) -> Json:
     """Compiles a program, unless its findings are kept; returns them as JSON values.
 
     Args:
       chip: the figures of one device.
       folder: where findings are kept; None keeps none and reads none.
+      dump: where the compiler dumps the machine code of kernels, if it does.
       begin: called with {"known", "path"} before the compiler runs: what is known without it, and
         the file of the findings, so that the end of this process can be kept there, too.
     """
@@ -60,7 +63,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
         return known | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
     begin({"known": known, "path": "" if path is None else str(path)})
     try:
-        finding = _compile(lowered, program, chip)
+        finding = _compile(lowered, program, chip, dump)
     except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
         finding = {"error": one_line(error)}
     if path is not None:
@@ -88,7 +91,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
 
-def _compile(lowered: Any, program: Program, chip: Chip) -> Json:
+def _compile(lowered: Any, program: Program, chip: Chip, dump: Path | None) -> Json:
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=program.options)
     seconds = time.perf_counter() - began
@@ -104,7 +107,7 @@ def _compile(lowered: Any, program: Program, chip: Chip) -> Json:
         "aliased_bytes": memory.alias_size_in_bytes, "operations": hlo.operations(module),
         "kinds": hlo.kinds(module), "collectives": hlo.collectives(module),
         "copies": hlo.large_copies(module, set(map(_on_device, donated))),
-        "clock": clock.account(module, chip)}
+        "clock": clock.account(module, chip, dump and machine_code.take(dump))}
 
 
 def _on_device(argument: Any) -> tuple[str, int]:

@@ -22,6 +22,7 @@ _MOVES = re.compile(r"(?:(?:loop|input|bitcast|wrapped)_)*(?:copy|transpose)(?![
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_METADATA = re.compile(r"kernel_metadata=\{[^}]*\}")  # over several lines
 _CALLED = re.compile(r"\b(body|condition|to_apply|calls|true_computation|false_computation|"
                      r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
@@ -40,6 +41,8 @@ class Instruction:
     cycles: int | None = None  # as a TPU's compiler estimates; it does so for most operations
     value: int | None = None  # of an integer constant, or the index of a get-tuple-element
     moved: int = 0  # bytes that a kernel says it moves
+    steps: int = 0  # of a kernel's grid, and of the loop inside of one, as it says
+    trips: int = 1
 
     @property
     def size(self) -> int:
@@ -74,7 +77,7 @@ def parse(text: str) -> Module:
     """Returns the module of `Compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", ""
-    for line in text.splitlines():
+    for line in _METADATA.sub(lambda match: match[0].replace("\n", " "), text).splitlines():
         if not line.startswith((" ", "}")) and (head := _HEAD.match(line)):
             current = head[2]
             computations[current] = []
@@ -92,13 +95,14 @@ def _instruction(name: str, shape: str, kind: str, rest: str) -> Instruction:
     operation = re.search(r'op_name="([^"]*)"', rest)
     value = {"constant": re.match(r"(-?\d+)\)", rest),
              "get-tuple-element": re.search(r"index=(\d+)", rest)}.get(kind)
-    cycles, moved = (re.search(rf'"{word}":"?(\d+)', rest)
-                     for word in ("estimated_cycles", "bytes_accessed"))
+    cycles, moved, steps, trips = (
+        int(match[1]) if (match := re.search(rf'"{word}":"?(\d+)', rest)) else None
+        for word in ("estimated_cycles", "bytes_accessed", "steps", "trips"))
     return Instruction(
         name, kind, shapes, called, "S(1)" in shape,
         tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])),
-        operation[1] if operation else "", int(cycles[1]) if cycles else None,
-        int(value[1]) if value else None, int(moved[1]) if moved else 0)
+        operation[1] if operation else "", cycles, int(value[1]) if value else None, moved or 0,
+        steps or 0, trips or 1)
 
 
 def operations(module: Module, name: str | None = None) -> int:

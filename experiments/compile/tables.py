@@ -66,4 +66,12 @@ def _row(program: Json) -> list[str]:
             f"{program['peak'] / GIB:.2f}", f"{program['temporaries'] / GIB:.2f}",
             f"{program['aliased']} of {program['donated']}", str(program["operations"]),
             str(copies), "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}",
-            "" if ticks is None else f"{ticks['milliseconds']:.3g}"]
+            "" if ticks is None else _clock(ticks, least)]
+
+
+def _clock(ticks: Json, least: float | None) -> str:
+    """Returns milliseconds, times the least, and what bounds each kernel: its code or memory."""
+    over = f", {ticks['milliseconds'] / 1e3 / least:.1f} x least" if least else ""
+    bounds = [f"{name}: {(kernel['compute'] or 0) / max(kernel['memory'], 1):.2g} x memory"
+              for name, kernel in ticks["kernels"].items()]
+    return "\n".join([f"{ticks['milliseconds']:.3g}{over}", *bounds])

@@ -21,7 +21,7 @@ from specrl_jax.runtime.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 
-from . import findings, programs, targets
+from . import findings, machine_code, programs, targets
 
 FD = "SPECRL_EVENTS"  # number of the file that events are written to
 
@@ -42,8 +42,10 @@ def compile_all(request: Json, events: TextIO) -> None:
 
     Args:
       request: config, target, only (titles' beginnings, [] is all), skip (titles), part [k, n] of
-        the programs, and keep, a directory or "".
+        the programs, keep, a directory or "", and dump, an empty directory or "".
     """
+    if request["dump"]:
+        machine_code.dump_to(request["dump"])
     target = targets.parse(request["target"])
     devices = targets.devices(target)
     config = build(Config, request["config"])
@@ -67,9 +69,10 @@ def compile_all(request: Json, events: TextIO) -> None:
         if program.title in request["skip"]:
             continue
         _say(events, {"begin": program.title})
-        folder = Path(request["keep"]) if request["keep"] else None
+        folder, dump = (Path(request[name]) if request[name] else None
+                        for name in ("keep", "dump"))
         try:
-            finding = findings.find(program, run, target, chip, folder,
+            finding = findings.find(program, run, target, chip, folder, dump,
                                     lambda event: _say(events, event))
         except Exception as error:  # noqa: BLE001  of tracing and lowering
             finding = {"program": program.title, "error": findings.one_line(error)}

@@ -127,6 +127,16 @@ def kernel(op: str, name: str, platform: str, function: str = "") -> Callable[..
     return call
 
 
+def metadata(steps: int, trips: int = 1) -> dict[str, str]:
+    """Returns what a kernel's call says of itself in a compiled module.
+
+    Args:
+      steps: of its grid, at most.
+      trips: of the loop inside of a step.
+    """
+    return {"steps": str(steps), "trips": str(trips)}
+
+
 def automatic_axes() -> tuple[tuple[str, ...], int]:
     """Returns the axes of the mesh in scope over which the compiler may split arrays, and how many
     devices they span."""

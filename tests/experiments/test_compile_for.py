@@ -15,7 +15,16 @@ from absl import flags
 from helpers import micro_config, micro_trainer
 
 from experiments import config_flags
-from experiments.compile import clock, compiling, findings, hlo, programs, targets, worker
+from experiments.compile import (
+    clock,
+    compiling,
+    findings,
+    hlo,
+    machine_code,
+    programs,
+    targets,
+    worker,
+)
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.model import invariant
 from specrl_jax.runtime.compilation import Compiler, Program
@@ -119,7 +128,10 @@ HloModule jit_f
 %body (arg: (f32[8], s32[])) -> (f32[8], s32[]) {
   %dot = f32[8]{0} fusion(%x), kind=kOutput, calls=%f, metadata={op_name="f/dot_general"}, @100
   %nest = (f32[8]{0}, s32[]) while(%t), condition=%inner_cond, body=%inner_body
-  %cache_append.3 = bf16[4,128]{1,0} custom-call(%x), "bytes_accessed":"819000"
+  %cache_append.3 = bf16[4,128]{1,0} custom-call(%x), frontend_attributes={kernel_metadata={
+"steps":"10",
+"trips":"5"
+}}, "bytes_accessed":"819000"
   %sum = f32[1000]{0} all-reduce(%x), replica_groups={}, to_apply=%add
 }
 
@@ -151,17 +163,38 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 """
 
 
-def test_clock_multiplies_loops_and_names_parts() -> None:
-    """Kernels and collectives count bytes over bandwidth: on v5e 819 GB/s and 100, at 1.5 GHz."""
+BUNDLES = """\
+     0   :  { %s1 = smov 0 }
+   0x1   :  { %s2 = smov 1 } /* Start region 1 */
+   0x2 LB: > { %s3 = sadd.s32 1, %s1 }
+   0x3   : > { %s4 = sadd.s32 1, %s3 }
+{step}
+   0x5 LB: >> { %s6 = sadd.s32 1, %s5 }
+   0x6   : >> { %s7 = sadd.s32 1, %s6 }
+   0x7 PF:  { %s8 = smov 0 }
+"""
+
+
+@pytest.mark.parametrize(("bundles", "cycles"), [(0, 1500), (20, 1500), (300, 3 + 10 * 312)])
+def test_clock_multiplies_loops_and_names_parts(tmp_path: Path, bundles: int, cycles: int) -> None:
+    """On v5e 819 GB/s of memory and 100 of the links, at 1.5 GHz; a kernel's machine code counts
+    where it takes longer than its bytes."""
     module = hlo.parse(re.sub(r"@(\d+)", r'backend_config={"estimated_cycles":"\1"}', TICKS))
-    ticks = clock.account(module, CHIPS["v5e"])
-    assert ticks is not None
+    text = BUNDLES.replace("{step}", "\n".join(["   0x4   : > { %s5 = smov 0 }"] * bundles))
+    if bundles:
+        (tmp_path / "17-cache_append.3-01-final_bundles.txt").write_text(text)
+        (tmp_path / "17-cache_append.3-00-schedule-analysis_final_bundles.txt").write_text(text)
+    ticks = clock.account(module, CHIPS["v5e"], machine_code.take(tmp_path))
+    assert ticks is not None and not list(tmp_path.iterdir())
     assert ticks["parts"] == {
-        "append": 4 * 1500, "products": 4 * 100, "collectives": 4 * 60, "draw": 4 * 3 * 7,
+        "append": 4 * cycles, "products": 4 * 100, "collectives": 4 * 60, "draw": 4 * 3 * 7,
         "rest": 5 + 5}
     assert ticks["where"] == {
-        "/loop x4": 4 * (100 + 1500 + 60), "/loop x4/loop x3": 84, "/loop x?": 5, "/branch 0": 5,
+        "/loop x4": 4 * (100 + cycles + 60), "/loop x4/loop x3": 84, "/loop x?": 5, "/branch 0": 5,
         "/branch 1": 0, "outside of loops": 0}
+    compute = 4 * (3 + 10 * (2 + bundles + 5 * 2)) if bundles else None
+    assert ticks["kernels"] == {
+        "cache_append": {"compute": compute, "memory": 4 * 1500, "steps": 4 * 10}}
     assert ticks["cycles"] == sum(ticks["parts"].values()) and ticks["unestimated"] == 2
     assert ticks["milliseconds"] == pytest.approx(ticks["cycles"] / 1.5e6, abs=1e-4)
     assert clock.account(module, CHIPS["h100"]) is None
@@ -220,7 +253,8 @@ def test_adapters_leave_one_copy_of_the_weights_to_the_learner() -> None:
 
 def asked(config: Config, **changes: Any) -> dict[str, Any]:
     return {"config": as_dict(config), "target": "v5e:2x2", "only": ["collect", "copy_prompt"],
-            "skip": [], "part": [0, 1], "keep": "", **changes}
+            "skip": [], "part": [0, 1], "keep": "", "dump": "",
+            **changes}
 
 
 def events_of(request: dict[str, Any]) -> list[dict[str, Any]]:

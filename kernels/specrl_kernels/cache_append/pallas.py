@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specrl_kernels.dispatch import Target, Unsupported, configured
+from specrl_kernels.dispatch import Target, Unsupported, configured, metadata
 
 LANES = 128
 BUFFERS = 2  # of every block, one computed on and one moved
@@ -59,6 +59,7 @@ def cache_append_pallas(caches: tuple[jax.Array, ...], new: jax.Array, start: ja
         functools.partial(_kernel, count=len(caches)),
         out_shape=[pltpu.HBM(c.shape, c.dtype) for c in caches], name="cache_append",
         interpret=target.interpret, input_output_aliases={3 + i: i for i in range(len(caches))},
+        metadata=metadata(rows * tiles * layers // config.layers, config.layers),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * moved),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, grid=(layers // config.layers, rows, tiles),
@@ -90,6 +91,7 @@ def row_append_pallas(array: jax.Array, new: jax.Array, start: jax.Array, count:
     return pl.pallas_call(
         _row_kernel, out_shape=pltpu.HBM(array.shape, array.dtype), name="row_append",
         interpret=target.interpret, input_output_aliases={3: 0},
+        metadata=metadata(rows * _tiles(n, tile)),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * moved),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, grid=(rows, _tiles(n, tile)),

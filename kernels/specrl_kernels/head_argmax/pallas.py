@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specrl_kernels.dispatch import Target, Unsupported, configured
+from specrl_kernels.dispatch import Target, Unsupported, configured, metadata
 from specrl_kernels.gumbel_argmax import Drawn, first_id, scale_of
 from specrl_kernels.gumbel_argmax.drawn import finish
 from specrl_kernels.gumbel_argmax.xla import lowest
@@ -64,6 +64,7 @@ def head_argmax_pallas(hidden: jax.Array, head: jax.Array, temperature: jax.Arra
         functools.partial(_kernel, vocab=vocab, block=config.block, lanes=lanes),
         out_shape=[state, jax.ShapeDtypeStruct(state.shape, jnp.int32), state, state, state],
         interpret=target.interpret, name="head_argmax",
+        metadata=metadata(-(-vocab // config.block)),
         cost_estimate=pl.CostEstimate(
             flops=2 * vocab * features * width, transcendentals=3 * vocab * width,
             bytes_accessed=head.size * head.dtype.itemsize),
