@@ -60,18 +60,26 @@ def kernel(total: Any, part: Any, layer: Any, steps: Any, length: Any, live: Any
 
 def _each_live_tile(live: Any, row: Any, heads: int, tiles: int, tile: int, unrolled: bool,
                     body: Any) -> None:
-    """Calls body(head, slice of queries) for the tiles that hold a live query."""
-    def one(head: Any, at: Any) -> None:
+    """Calls body(head, slice of queries) for the tiles that hold a live query.
+
+    All heads of a tile are in one region, so that the compiler overlaps their work.
+    """
+    def one(at: Any, of_heads: Any) -> None:
         begin = at * tile if isinstance(at, int) else pl.multiple_of(at * tile, tile)
-        pl.when(live[row * tiles + at] > 0)(lambda: body(head, pl.ds(begin, tile)))
+        pl.when(live[row * tiles + at] > 0)(lambda: of_heads(pl.ds(begin, tile)))
+
+    def written_out(queries: Any) -> None:
+        for head in range(heads):
+            body(head, queries)
+
+    def in_a_loop(queries: Any) -> None:
+        jax.lax.fori_loop(0, heads, lambda head, _: body(head, queries), None)
 
     if unrolled:
-        for head in range(heads):
-            for at in range(tiles):
-                one(head, at)
+        for at in range(tiles):
+            one(at, written_out)
     else:
-        jax.lax.fori_loop(0, heads, lambda head, _: jax.lax.fori_loop(
-            0, tiles, lambda at, _: one(head, at), None), None)
+        jax.lax.fori_loop(0, tiles, lambda at, _: one(at, in_a_loop), None)
 
 
 def _read(carry: Partial, head: Any, queries: Any) -> Partial:
