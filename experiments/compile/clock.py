@@ -27,8 +27,7 @@ SCOPES = ("drafter", "append", "draw")  # of jax.named_scope, outermost first
 UNKNOWN = 1  # trips of a loop whose length depends on data: a launch's rounds
 
 
-def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles] | None = None
-            ) -> Json | None:
+def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json | None:
     """Returns a program's estimated cycles; None for a chip without a clock.
 
     Args:
@@ -47,10 +46,11 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles] | None = 
     parts: collections.Counter[str] = collections.Counter()
     kernels: dict[str, Json] = {}
     unestimated = 0
+    known = {_call(i): bundles[i.name] for i, *_ in _running(module) if i.name in bundles}
     for instruction, times, place, outer in _running(module):
         cycles, part = instruction.cycles, _part(instruction, times, outer)
         if part in KERNELS.values() and instruction.kind == "custom-call":
-            own = (bundles or {}).get(instruction.name)
+            own = known.get(_call(instruction))  # of several like calls one is dumped
             compute = own and own.cycles(instruction.steps, instruction.trips)
             memory = round(instruction.moved / chip.bandwidth * clock)
             cycles = max(memory, compute or 0)
@@ -66,6 +66,11 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles] | None = 
     return {"cycles": total, "milliseconds": round(total / clock * 1e3, 4),
             "where": dict(where.most_common()), "parts": dict(parts.most_common()),
             "kernels": kernels, "unestimated": unestimated}
+
+
+def _call(instruction: Instruction) -> tuple[str, int, int, int]:
+    name = instruction.name.partition(".")[0]
+    return name, instruction.steps, instruction.trips, instruction.moved
 
 
 def _add(total: Json, more: Json) -> None:

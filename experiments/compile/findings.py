@@ -107,7 +107,7 @@ def _compile(lowered: Any, program: Program, chip: Chip, dump: Path | None) -> J
         "aliased_bytes": memory.alias_size_in_bytes, "operations": hlo.operations(module),
         "kinds": hlo.kinds(module), "collectives": hlo.collectives(module),
         "copies": hlo.large_copies(module, set(map(_on_device, donated))),
-        "clock": clock.account(module, chip, dump and machine_code.take(dump))}
+        "clock": clock.account(module, chip, machine_code.take(dump) if dump else {})}
 
 
 def _on_device(argument: Any) -> tuple[str, int]:

@@ -108,20 +108,23 @@ def run(layers: Layers, step: Callable[[Params, Index, Array], tuple[Array, Out]
 
 def _scan(layers: Params, step: Callable[[Params, Index, Array], tuple[Array, Out]], x: Array,
           taps: tuple[int, ...]) -> tuple[Array, PyTree, Array | None]:
-    """Scans stacked layers. Each writes x to its tap's slot, or to a spare one after the last."""
-    total, tap_count = count(layers), len(taps)
-    slot = np.full(total, tap_count, np.int32)
-    slot[list(taps)] = np.arange(tap_count)
+    """Scans stacked layers. Each writes x to its tap's slot, or to a spare one after the last.
 
-    def body(carry: tuple[Array, Array | None], at: tuple[Params, Array, Array]
-             ) -> tuple[tuple[Array, Array | None], Out]:
-        (x, tapped), (layer, index, to) = carry, at
+    The index is carried: as an array that is scanned, each layer would slice it.
+    """
+    tap_count = len(taps)
+
+    def body(carry: tuple[Array, Array, Array | None], layer: Params
+             ) -> tuple[tuple[Array, Array, Array | None], Out]:
+        index, x, tapped = carry
         x, out = step(layer, index, x)
         if tapped is not None:
-            tapped = jax.lax.dynamic_update_index_in_dim(tapped, x, to, 0)
-        return (x, tapped), out
+            slot = jnp.int32(tap_count)
+            for i, tap in enumerate(taps):
+                slot = jnp.where(index == tap, i, slot)
+            tapped = jax.lax.dynamic_update_index_in_dim(tapped, x, slot, 0)
+        return (index + 1, x, tapped), out
 
     tapped = jnp.zeros((tap_count + 1, *x.shape), x.dtype) if taps else None
-    (x, tapped), outs = jax.lax.scan(
-        body, (x, tapped), (layers, jnp.arange(total, dtype=jnp.int32), jnp.asarray(slot)))
+    (_, x, tapped), outs = jax.lax.scan(body, (jnp.int32(0), x, tapped), layers)
     return x, outs, None if tapped is None else tapped[:tap_count].reshape(-1, *x.shape[1:])

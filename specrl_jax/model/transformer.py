@@ -126,6 +126,8 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
+    if decode and "lora" not in layer and traced_for().platform == "tpu":
+        return _split_in_lanes(arch, layer, qkv, rotation)
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
     q, k, v = (adapted(layer, f"{name}_proj", normed, y)
                for name, y in zip("qkv", (q, k, v), strict=True))
@@ -133,6 +135,23 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
         q = rms_norm(q, layer["q_norm"], arch.norm_eps, 2, decode)
         k = rms_norm(k, layer["k_norm"], arch.norm_eps, 1, decode)
     return rotate(q, rotation), rotate(k, rotation), v
+
+
+def _split_in_lanes(arch: Architecture, layer: Params, qkv: Array, rotation: tuple[Array, Array]
+                    ) -> tuple[Array, Array, Array]:
+    """Returns what `attention_inputs` does from qkv [G, R + 2, E, W], transposed at once to
+    features in lanes, which a TPU's attention reads; else XLA transposes q, k and v one by one."""
+    heads = qkv.transpose(3, 0, 1, 2)
+    q, k, v = heads[:, :, : arch.group], heads[:, :, arch.group, None], heads[:, :, arch.group + 1]
+    if arch.qk_norm:
+        q = rms_norm(q, layer["q_norm"], arch.norm_eps, 3, decode=True)
+        k = rms_norm(k, layer["k_norm"], arch.norm_eps, 3, decode=True)
+    cos, sin = (a.T[:, None, None] for a in rotation)
+    first, second = jnp.split(jnp.concatenate([q, k], 2), 2, 3)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], 3)
+    turned = turned.astype(qkv.dtype)
+    q, k = turned[:, :, : arch.group], turned[:, :, arch.group]
+    return q.transpose(1, 2, 3, 0), k.transpose(1, 2, 0), v.transpose(1, 2, 0)
 
 
 def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = False) -> Array:

@@ -197,7 +197,7 @@ def test_clock_multiplies_loops_and_names_parts(tmp_path: Path, bundles: int, cy
         "cache_append": {"compute": compute, "memory": 4 * 1500, "steps": 4 * 10}}
     assert ticks["cycles"] == sum(ticks["parts"].values()) and ticks["unestimated"] == 2
     assert ticks["milliseconds"] == pytest.approx(ticks["cycles"] / 1.5e6, abs=1e-4)
-    assert clock.account(module, CHIPS["h100"]) is None
+    assert clock.account(module, CHIPS["h100"], {}) is None
 
 
 def test_module_of_a_compiled_program_has_its_loop() -> None:

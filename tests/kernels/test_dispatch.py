@@ -75,7 +75,7 @@ def test_kernel_runs_on_its_platform_or_interpreted_by_name(
 
 
 @pytest.mark.parametrize("kernel,given,heuristic", [
-    (pallas, pallas.Config(block=256, tile=32), pallas.Config()),
+    (pallas, pallas.Config(block=256, tile=32), pallas.Config(block=1024)),
     (pallas_triton, gpu.Config(block=32, tile=16, stages=1),
      gpu.Config(block=32, tile=16, splits=1, warps=8))])
 def test_kernel_takes_the_given_configuration_else_its_heuristic(

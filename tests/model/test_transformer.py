@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_arch, tiny_params
+from specrl_kernels.dispatch import Device
 
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, RopeScaling
@@ -152,3 +153,23 @@ def test_padding_behind_a_row_changes_nothing(model: Any) -> None:
     one, two = (np.asarray(FORWARD(arch, params, x, jnp.asarray([4, 9]))) for x in (tokens, other))
     np.testing.assert_array_equal(one[0, :4], two[0, :4])
     np.testing.assert_array_equal(one[1], two[1])
+
+
+def test_what_a_tpus_attention_reads_is_what_others_read(
+        model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, params = model
+    rng = np.random.default_rng(0)
+    x, position = rng.normal(size=(arch.hidden_size, 7)).astype(np.float32), jnp.arange(3, 10)
+    layer = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype),
+                         params["layers"][0])
+    rotation = transformer.rotations(arch, position)
+    expected = transformer.attention_inputs(arch, layer, x, rotation, decode=True)
+    called: list[Any] = []
+    real = transformer._split_in_lanes
+    monkeypatch.setattr(transformer, "_split_in_lanes", lambda *args: (
+        called.append(args), real(*args))[1])
+    monkeypatch.setattr(transformer, "traced_for", lambda: Device("tpu", "TPU v5 lite"))
+    actual = transformer.attention_inputs(arch, layer, x, rotation, decode=True)
+    assert called and [a.shape for a in actual] == [a.shape for a in expected]
+    for mine, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-5)

@@ -147,7 +147,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Conte
     share = jnp.maximum(-(-work.count // config.splits), 1)
     at_layer = jnp.asarray(0 if layer is None else layer, jnp.int32)[None]
     scalars = (work.count[None], share[None], at_layer, work.steps, context.length,
-               live.reshape(-1), *work.fetch)
+               live, *work.fetch)
     inputs = [rows.queries, info, *(tree or ())]
     specs = [_per_row(x) for x in inputs]
     for i, (k, v) in enumerate(zip(context.k, context.v, strict=True)):
@@ -177,7 +177,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Conte
 class Plan(NamedTuple):
     """What does not depend on queries, keys and values."""
 
-    live: jax.Array  # i32[B, tiles] see packing.live_tiles
+    live: jax.Array  # i32[B * tiles] see packing.live_tiles
     info: jax.Array  # i32[B, Q, C + 1]
     work: work_list.WorkList
 
@@ -194,11 +194,11 @@ def plan(operands: Operands, groups: int, *, parts: int, window: int | None, tar
 
 
 def _plan(rows: Rows, context: Context, config: Config) -> Plan:
-    live = packing.live_tiles(rows, _tile(config, rows.live.shape[1]))
+    live = packing.live_tiles(rows, _tile(config, rows.live.shape[1]))  # [B, tiles]
     sizes = [k.shape[-1] for k in context.k]
     work = work_list.make(context.length, packing.oldest(rows), live.any(1), context.slot, sizes,
                           config.block)
-    return Plan(live, _info(rows), work)
+    return Plan(live.reshape(-1), _info(rows), work)
 
 
 def _tile(config: Config, queries: int) -> int:
