@@ -157,7 +157,7 @@ def memory(model: Model) -> dict[str, float]:
         # Two sums of gradients, the table whole with its gradient, activations, a chunk's logits.
         "update": 2 * model.parameters * FLOAT / split + (
             (1 if arch.tied else 2) * head_params(arch) * (HALF + FLOAT)
-            + LOGITS * min(tokens, TOKENS_AT_ONCE) * arch.vocab_size * FLOAT) / model.tensor
+            + LOGITS * min(tokens, TOKENS_AT_ONCE["tpu"]) * arch.vocab_size * FLOAT) / model.tensor
         + arch.num_layers * kept + 2 * wide + 2 * layer * (HALF + FLOAT)}
     if config.rl.kl:
         moved["reference"] = model.parameters * FLOAT / split

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 from specrl_kernels import rms_norm as kernels
 from specrl_kernels.dispatch import automatic_axes, traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
@@ -27,6 +28,9 @@ from specrl_jax.structs import Array, Cache, Params
 T = TypeVar("T")
 LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
 """(k, v) of each layer; stacked along a leading axis where layers are."""
+
+# Of [G, R + 2, E, B, T] on a TPU: else E lies in lanes, which RoPE then fills to a quarter.
+TOKENS_IN_LANES = Layout((0, 1, 3, 2, 4))
 
 
 class Packing(struct.PyTreeNode):
@@ -128,6 +132,8 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
     if decode and "lora" not in layer and traced_for().platform == "tpu":
         return _split_in_lanes(arch, layer, qkv, rotation)
+    if not decode and traced_for().platform == "tpu":
+        qkv = with_layout_constraint(qkv, TOKENS_IN_LANES)
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
     q, k, v = (adapted(layer, f"{name}_proj", normed, y)
                for name, y in zip("qkv", (q, k, v), strict=True))
