@@ -1,6 +1,7 @@
 """Writes docs/config.md and docs/metrics.md from the help of fields and metrics, the examples of
 tests/extending into docs/extending.md, what presets were compiled for into docs/compile_for.md,
-runs of all algorithms into docs/findings.md, and the README's badges from pyproject.toml and
+runs of all algorithms into docs/findings.md, the accept lengths that pay into
+docs/guides/when_it_pays.md, and the README's badges from pyproject.toml and
 constraints.txt.
 
     python docs/generate.py
@@ -36,7 +37,7 @@ def pages() -> dict[str, str]:
     """Returns the text of each generated page by file name."""
     return {"config.md": config_page(), "metrics.md": metrics_page(),
             "extending.md": extending_page(), "compile_for.md": compile_for_page(),
-            "findings.md": findings_page(),
+            "findings.md": findings_page(), "guides/when_it_pays.md": when_it_pays_page(),
             **{f"images/badge_{name}.svg": badge(name, text) for name, text in badges().items()}}
 
 
@@ -193,6 +194,18 @@ def _of_seed(case: Mapping[str, Any]) -> dict[str, float]:
             "reward_last": case["reward_exact_last_five_steps"],
             "accuracy": case["greedy"]["after"], "accuracy_low": low, "accuracy_high": high,
             "accept_length": statistics.mean(case["accept_length_by_step"])}
+
+
+def when_it_pays_page() -> str:
+    """Returns the page with the accept lengths of experiments/results/when_it_pays.json."""
+    result = json.loads((RESULTS / "when_it_pays.json").read_text(encoding="utf-8"))
+    cases = result["accept_length"]
+    rows = list(next(iter(next(iter(cases.values())).values())))
+    return _filled("guides/when_it_pays.md", "pays", [
+        _row("model, chips", "nodes, context", *(f"{n} rows" for n in rows)),
+        "|" + " --- |" * (2 + len(rows)),
+        *(_row(case, name, *(f"{by_rows[n]:.1f}" for n in rows))
+          for case, lengths in cases.items() for name, by_rows in lengths.items())])
 
 
 def _filled(page: str, marker: str, lines: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""Draws docs/images/finding_*.svg, the pictures of docs/findings.md, from experiments/results.
+"""Draws the pictures of docs/findings.md and of docs/guides/when_it_pays.md from
+experiments/results.
 
     python docs/results.py
 
@@ -270,9 +271,27 @@ def by_name(axes: plt.Axes, names: Sequence[str], line: float | None = None) -> 
         axes.axvline(line, color=GREY, lw=1, ls="--")
 
 
+def pays(figure: plt.Figure) -> None:
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax, (case, lengths) in zip(axes, read("when_it_pays")["accept_length"].items(),
+                                   strict=True):
+        for color, (name, by_rows) in zip((LIGHT, BLUE, ORANGE, PURPLE), lengths.items(),
+                                          strict=True):
+            ax.plot([int(rows) for rows in by_rows], list(by_rows.values()), "o-", color=color,
+                    label=name)
+        ax.axvspan(20, 43, color=GREY, alpha=0.2, lw=0)
+        ax.set_xscale("log", base=2)
+        ticks = [int(rows) for rows in by_rows]
+        ax.set(title=case, xlabel="rows", xticks=ticks, xticklabels=ticks)
+    axes[0].set_ylabel("accept length to pay")
+    axes[0].set_ylim(bottom=1)
+    axes[0].legend(fontsize=9)
+
+
 PICTURES = {"finding_gain": gain, "finding_staleness": staleness, "finding_bugs": bugs,
             "finding_losses": losses, "finding_steps": steps, "finding_controller": controller,
-            "finding_algorithms": algorithms, "finding_compilers": compilers}
+            "finding_algorithms": algorithms, "finding_compilers": compilers,
+            "when_it_pays": pays}
 
 if __name__ == "__main__":
     main()

@@ -1,145 +1,218 @@
 """Plans a run on a pod: which mesh, rows, micro-batch and remat make its RL steps short.
 
-    python experiments/plan.py --config=qwen2_5_7b --target=v5p:4x4x4 --nocompile
+    python experiments/plan.py --config=qwen2_5_7b --target=v6e:4x4 --nocompile
 
 Layouts that do not fit a device's memory are refused by arithmetic. The others are ranked by the
-predicted seconds of a step: the least time of each program by its FLOPs and bytes, over the share
-of a device's peak that such a program is to reach. The lengths of responses and the acceptance of
-drafts come from --trace. It predicts an order, not seconds: nothing is measured. The best three are
-compiled, the update and the largest launch, where the target's compiler is installed
-(compile_for.py); --nocompile leaves that out. --noplain leaves out layouts without the drafter.
-Exit status 1 if one of the best does not compile or fit.
+least seconds of a step, which no device beats: FLOPs, bytes and links over their peaks. The first
+three are compiled where the target's compiler is installed: the update, and rounds of two numbers
+of rows. For TPUs their seconds are by the compiler's clock then. --nocompile leaves that out,
+--noplain leaves out layouts without the drafter. Lengths of responses and the acceptance of drafts
+are those of a run, --trace=RUN. Nothing is measured, and links under load and the host are unknown.
+Exit status 1 if a layout that is compiled fails or does not fit.
 """
 
+import collections
+import itertools
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import config_flags
 from absl import flags
 from bench import json_file
-from compile import candidates, compiling, findings, predict, targets, traces
-from compile.candidates import Candidate, Plan, shown
-from compile.predict import Machine
+from compile import compiling, findings, seconds, targets, traces, work
+from compile.seconds import Cost, Step
+from compile.targets import Target
+from compile.traces import Trace
 from compile.work import Model
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.config import Config, check, override
+from specrl_jax.config import Config, ConfigError, check, override
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.published import without_weights
 from specrl_jax.model.weights import describe_source
 from specrl_jax.runtime.hardware import GIB
 from specrl_jax.runtime.paths import output_file
-from specrl_jax.structs import Json
 
 TARGET = flags.DEFINE_string("target", None, "devices, such as v6e:4x4, v5p:4x4x4 or h100:8")
-TRACE = flags.DEFINE_string("trace", "", "lengths and acceptance: a run's directory or a JSON file "
+TRACE = flags.DEFINE_string("trace", "", "a run's directory, for lengths and acceptance "
                             "(default: the repository's own)")
-COMPILE = flags.DEFINE_bool("compile", True, "compile the update and the largest launch of the "
-                            "best three")
+COMPILE = flags.DEFINE_bool("compile", True, "compile rounds and update of the first three")
 PLAIN = flags.DEFINE_bool("plain", True, "consider layouts without the drafter, too")
 OUT = flags.DEFINE_string("out", None, "write the plan to this JSON file, too")
 SHOWN, COMPILED = 8, 3
+TIE = 0.01  # layouts whose seconds differ by less are ranked by their memory
+ROWS, MICRO_BATCHES = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
+REMATS = ("none", "dots_with_no_batch_dims_saveable", "full")
+ROUNDS = ("plain round", "drafted round")
+
+
+class Candidate(NamedTuple):
+    """A layout that fits."""
+
+    values: dict[str, Any]  # at dotted paths of the config
+    memory: dict[str, float]  # bytes of a device, by what needs them
+    step: Step
 
 
 def main(config: Config, workdir: Path) -> int:
     del workdir
-    machine, trace = machine_of(TARGET.value), traces.read(TRACE.value)
+    target, trace = targets.parse(TARGET.value or ""), traces.read(TRACE.value)
     out = OUT.value and output_file("--out", OUT.value)
     check(PLAIN.value or config.spec.drafter != "off", "spec.drafter", "off",
           "--noplain leaves no layout; name a drafter or drop it")
     if COMPILE.value:
-        targets.check_packages(targets.parse(TARGET.value))
+        targets.check_packages(target)
     config = without_weights(config)
     arch = describe_source(config.model.path, family=config.model.family).arch
-    plans = candidates.plan(config, arch, machine, trace, plain=PLAIN.value)
-    console = Console(width=None if sys.stdout.isatty() else 190, highlight=False, soft_wrap=True)
-    console.print(table(plans))
-    for line in said(plans, config, arch, machine, trace):
-        console.print(line)
-    made = record(plans, trace)
-    failures = []
-    for candidate in plans.best[:COMPILED] if COMPILE.value else ():
-        result, lines = compiled(config, candidate, TARGET.value)
-        failures += lines
-        made.setdefault("compiled", []).append(result)
-        console.print(f"compiled {shown(candidate.values)}: " + ("; ".join(lines) or "fits"))
+    best, refused = fitting(config, arch, target, trace, PLAIN.value)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
+    console.print(table("least seconds, by arithmetic", best[:SHOWN]))
+    for reason, count in refused.most_common():
+        console.print(f"refused {count} layouts: {reason}")
+    compiled, failures = [], []
+    for candidate in best[:COMPILED] if COMPILE.value else ():
+        try:
+            compiled.append(by_clock(config, arch, target, trace, candidate))
+        except ConfigError as error:
+            failures.append(str(error))
+            console.print(f"{flags_of(candidate.values)}: {error}")
+    if compiled and target.platform == "tpu":
+        console.print(table("seconds by the compiler's clock", compiled))
+    first = min(compiled or best, key=lambda c: c.step.seconds)
+    needs = ", ".join(f"{name} {size / GIB:.1f}" for name, size in first.memory.items())
+    console.print(f"GiB a device: {needs}, of {target.chip.available / GIB:.1f}")
+    console.print(flags_of(first.values))
     if out:
-        json_file.write(out, made)
+        made = {name: [c._asdict() | {"step": c.step.parts, "plain": c.step.plain} for c in each]
+                for name, each in {"least": best[:SHOWN], "clock": compiled}.items()}
+        json_file.write(out, {"trace": trace.name, "refused": refused, "failures": failures} | made)
     return 1 if failures else 0
 
 
-def compiled(config: Config, candidate: Candidate, target: str) -> tuple[Json, list[str]]:
-    """Compiles the update and the largest launch; returns the findings and a line a failure."""
-    config = override(config, candidate.values)
-    largest = config.rollout.batch_size // (config.mesh.data * config.mesh.fsdp)
-    result = compiling.compile_for(config, target, ("update", f"launch {largest}"))
-    keys = ("program", "error", "compile_seconds", "limit", "least_seconds")
-    programs = [{key: one[key] for key in keys if key in one}
-                | ({} if "error" in one else {"memory": findings.memory(one)})
-                for one in result["programs"]]
-    lines = [line for one in result["programs"] for line in findings.failures(one)]
-    return {"layout": shown(candidate.values), "programs": programs}, lines
+def fitting(config: Config, arch: Architecture, target: Target, trace: Trace, plain: bool
+            ) -> tuple[list[Candidate], collections.Counter[str]]:
+    """Returns the layouts that fit, those of the least seconds first, one of each mesh, rows and
+    drafter; and the number of those that do not by reason. `plain`: also without the drafter.
+
+    Raises:
+      ConfigError: none fits; says which need was the least above what is there.
+    """
+    chip, devices = target.chip, math.prod(int(size) for size in target.topology.split("x"))
+    fits, refused, nearest = [], collections.Counter(), (float("inf"), "")
+    rollouts: dict[Any, Step] = {}  # remat and micro-batch do not change them
+    for values in layouts(config, arch, devices, plain):
+        try:
+            model = Model(override(config, values), arch)
+        except ConfigError as error:
+            refused[str(error).partition(" = ")[0] + ": does not divide"] += 1
+            continue
+        needs = work.memory(model)
+        if (missing := (sum(needs.values()) - chip.limit) / GIB) > 0:
+            largest = max(needs, key=lambda name: needs[name])
+            refused[f"memory: most of it {largest}"] += 1
+            nearest = min(nearest, (missing, f"{largest} of {flags_of(values)}"))
+            continue
+        kind = kind_of(values)
+        if kind not in rollouts:
+            rollouts[kind] = seconds.step(model, seconds.least_round(model, chip), {}, trace)
+        parts = rollouts[kind].parts | seconds.least_rest(model, chip, trace)
+        fits.append(Candidate(values, needs, Step(parts, rollouts[kind].plain)))
+    if not fits:
+        raise ConfigError(f"target = {target.name}: " + (
+            f"no layout fits; the nearest misses {nearest[0]:.1f} GiB a device, most of it "
+            f"{nearest[1]}: take more devices, a smaller model or shorter responses" if nearest[1]
+            else f"no layout divides the step's {config.prompts_per_step} prompts: change "
+            "prompts_per_step"))
+    first: dict[Any, Candidate] = {}
+    for candidate in sorted(fits, key=lambda c: (
+            round(math.log(c.step.seconds) / TIE), sum(c.memory.values()))):
+        first.setdefault(kind_of(candidate.values), candidate)
+    return list(first.values()), refused
 
 
-def machine_of(target: str | None) -> Machine:
-    """Returns the machine that --target names. Raises ConfigError if there is none."""
-    parsed = targets.parse(target or "")
-    sizes = [int(size) for size in parsed.topology.split("x")]
-    return Machine(parsed.chip, math.prod(sizes))
+def flags_of(values: dict[str, Any]) -> str:
+    """Returns a layout as flags."""
+    return " ".join(f"--config.{name}={value}" for name, value in values.items())
 
 
-def table(plan: Plan) -> Table:
-    """Returns the fastest layouts, one a line."""
-    made = Table("data x fsdp x tensor", "rows", "micro-batch", "remat", "drafter", "GiB", "step s",
-                 "rollout", "update", "drafter s", "bound")
-    for candidate in plan.best[:SHOWN]:
-        values, parts = candidate.values, candidate.step.parts
+def kind_of(values: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what a rollout depends on of a layout."""
+    return tuple(values[name] for name in (
+        "mesh.data", "mesh.fsdp", "mesh.tensor", "rollout.batch_size", "spec.drafter"))
+
+
+def layouts(config: Config, arch: Architecture, devices: int, plain: bool
+            ) -> Iterator[dict[str, Any]]:
+    """Yields values at dotted paths: meshes of all devices, rows, micro-batches, remat, drafter."""
+    def divisors(number: int) -> list[int]:
+        return [n for n in range(1, number + 1) if number % n == 0]
+
+    meshes = [(devices // fsdp // tensor, fsdp, tensor) for fsdp in divisors(devices)
+              for tensor in divisors(arch.num_kv_heads) if devices % (fsdp * tensor) == 0]
+    drafters = sorted({config.spec.drafter, *(["off"] if plain else [])})
+    for (data, fsdp, tensor), rows, micro, remat, drafter in itertools.product(
+            meshes, ROWS, MICRO_BATCHES, REMATS, drafters):
+        shards = data * fsdp
+        if shards * max(rows, micro) > config.sequences:
+            continue
+        batch = -(-config.distill.batch // shards) * shards
+        distill = {"distill.when": "off", "distill.overlap": False} if drafter == "off" else {
+            "distill.micro_batch": shards, "distill.batch": batch,
+            "distill.sequences": config.distill.sequences and max(config.distill.sequences, batch)}
+        yield {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor,
+               "rollout.batch_size": rows * shards, "spec.drafter": drafter,
+               "learner.micro_batch": micro * shards * config.sequences_per_row,
+               "learner.remat": remat, "spec.budget": 0, **distill}
+
+
+def by_clock(config: Config, arch: Architecture, target: Target, trace: Trace,
+             candidate: Candidate) -> Candidate:
+    """Compiles a layout's update and rounds; returns it with seconds by the clock, if there is one.
+
+    Raises:
+      ConfigError: a program does not compile or fit.
+    """
+    model = Model(override(config, candidate.values), arch)
+    costs: dict[str, list[Cost]] = {name: [] for name in ROUNDS}
+    update = None
+    for rows in dict.fromkeys((model.shapes.batch, model.shapes.batches[-1])):
+        of_rows = override(model.config, {"rollout.batch_size": rows * model.shards})
+        only = ROUNDS if update else ("update", *ROUNDS)
+        programs = compiling.compile_for(of_rows, target.name, only)["programs"]
+        if lines := [line for one in programs for line in findings.failures(one)]:
+            raise ConfigError("; ".join(lines))
+        for one in programs:
+            if one["program"] == "update":
+                update = one["clock"]
+            elif one["clock"]:
+                slots = Model(of_rows, arch).shapes.cache
+                costs[one["program"]].append(
+                    seconds.cost(one["clock"], target.chip, rows, slots))
+    if not update or not costs[ROUNDS[0]]:
+        return candidate
+    rest = {**seconds.least_rest(model, target.chip, trace),
+            "update": seconds.update_seconds(model, target.chip, update)}
+    step = seconds.step(model, seconds.clocked_round(*costs.values()), rest, trace)
+    return candidate._replace(step=step)
+
+
+def table(title: str, candidates: list[Candidate]) -> Table:
+    """Returns layouts, one a line."""
+    made = Table("data x fsdp x tensor", "rows", "micro-batch", "remat", "drafter", "GiB", "step",
+                 "rollout", "without drafts", "update", "drafter's update", title=title)
+    for values, needs, step in candidates:
         made.add_row(
             "x".join(str(values[f"mesh.{axis}"]) for axis in ("data", "fsdp", "tensor")),
             *(str(values[name]) for name in ("rollout.batch_size", "learner.micro_batch",
                                              "learner.remat", "spec.drafter")),
-            f"{candidate.gib:.1f}", f"{candidate.step.seconds:.1f}", f"{parts['rollout']:.1f}",
-            f"{parts['update']:.1f}", f"{parts.get('drafter', 0):.1f}", candidate.step.bound)
+            f"{sum(needs.values()) / GIB:.1f}", *(f"{value:.1f}" for value in (
+                step.seconds, step.parts["rollout"], step.plain, step.parts["update"],
+                step.parts.get("drafter", 0))))
     return made
-
-
-def said(plan: Plan, config: Config, arch: Architecture, machine: Machine, trace: traces.Trace
-         ) -> list[str]:
-    """Returns what a plan says beyond its table, line by line."""
-    first, drafting = plan.ranked[0], [c for c in plan.ranked if c.drafts]
-    lines = [f"trace: {trace.name}", f"the step is bound by its {first.step.bound}"]
-    if drafting:
-        best = drafting[0]
-        rollout, parts = best.step.rollout, best.step.parts
-        least = predict.break_even(Model(override(config, best.values), arch), machine, trace)
-        lines.append(
-            f"speculation saves {rollout.plain_seconds - rollout.seconds:.1f} of "
-            f"{rollout.plain_seconds:.1f} s of rollout at acceptance "
-            f"{', '.join(f'{rate:.2f}' for rate in trace.acceptance)}, drafting in "
-            f"{rollout.drafting:.0%} of its rounds; "
-            + (f"it pays from {least:.2f}" if least is not None else "it never pays")
-            + f"; the drafter's training costs {parts.get('drafter', 0):.1f} s")
-    refused = sorted(plan.refused.items(), key=lambda item: -item[1])
-    lines += [f"refused {count} layouts: {reason}" for reason, count in refused]
-    needs = ", ".join(f"{name} {size / GIB:.1f}" for name, size in first.memory.items())
-    flags = " ".join(f"--config.{name}={value}" for name, value in first.values.items())
-    return [*lines, f"GiB a device: {needs}, of {machine.chip.available / GIB:.1f}", flags]
-
-
-def record(plan: Plan, trace: traces.Trace) -> Json:
-    """Returns a plan as JSON values."""
-    return {"trace": trace.name, "refused": plan.refused,
-            "ranked": [_recorded(candidate) for candidate in plan.best[:SHOWN]]}
-
-
-def _recorded(candidate: Candidate) -> Json:
-    step = candidate.step
-    return {"layout": shown(candidate.values), "values": candidate.values,
-            "seconds": {name: round(value, 3) for name, value in step.parts.items()},
-            "plain_rollout_seconds": round(step.rollout.plain_seconds, 3), "bound": step.bound,
-            "gib": {name: round(size / GIB, 2) for name, size in candidate.memory.items()}}
 
 
 if __name__ == "__main__":

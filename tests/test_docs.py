@@ -52,7 +52,7 @@ LINK = re.compile(r"(?<!`)\[[^\[\]]*\]\(([^()\s#:]+)(?:#[^()\s]*)?\)")
 
 
 @pytest.mark.parametrize("name", [
-    "config.md", "metrics.md", "extending.md", "compile_for.md",
+    "config.md", "metrics.md", "extending.md", "compile_for.md", "guides/when_it_pays.md",
     *(f"images/badge_{name}.svg" for name in ("version", "licence", "python", "jax"))])
 def test_page_is_what_its_source_generates(name):
     text = (DOCS / name).read_text(encoding="utf-8")

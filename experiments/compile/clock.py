@@ -24,6 +24,7 @@ LINKS = {"v4": 150e9, "v5e": 100e9, "v5p": 300e9, "v6e": 200e9, "a100": 300e9, "
 KERNELS = {"tree_attention": "attention", "cache_append": "append", "row_append": "append",
            "head_argmax": "head and draw"}
 SCOPES = ("drafter", "append", "draw")  # of jax.named_scope, outermost first
+OUTSIDE = "outside of loops"
 UNKNOWN = 1  # trips of a loop whose length depends on data: a launch's rounds
 
 
@@ -34,16 +35,16 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json 
       bundles: of the kernels' machine code, by instruction; a kernel without counts bytes.
 
     Returns:
-      {"cycles": total, "milliseconds", "where": cycles by loop and branch, "parts": by part,
-      "kernels": for each {"compute": cycles of bundles or None, "memory": of bytes, "steps"} of all
-      its calls, "unestimated": how many operations have no estimate}. A loop's body counts as often
-      as it runs, if the compiler knows that, else once; of branches all are in the total.
+      {"cycles": total, "milliseconds", "where": cycles by loop and branch, and there by part,
+      "parts": by part, "kernels": for each {"compute": cycles of bundles or None, "memory": of
+      bytes, "steps"} of all its calls, "unestimated": how many operations have no estimate}. A
+      loop's body counts as often as it runs, if the compiler knows that, else once; of branches all
+      are in the total.
     """
     clock = CLOCKS.get(chip.name)
     if clock is None:
         return None
-    where: collections.Counter[str] = collections.Counter()
-    parts: collections.Counter[str] = collections.Counter()
+    where: dict[str, collections.Counter[str]] = {}
     kernels: dict[str, Json] = {}
     unestimated = 0
     known = {_call(i): bundles[i.name] for i, *_ in _running(module) if i.name in bundles}
@@ -60,12 +61,12 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json 
         elif part == "collectives":
             cycles = round(instruction.size / LINKS[chip.name] * clock)
         unestimated += cycles is None
-        where[place or "outside of loops"] += (cycles or 0) * times
-        parts[part] += (cycles or 0) * times
+        where.setdefault(place or OUTSIDE, collections.Counter())[part] += (cycles or 0) * times
+    parts = sum(where.values(), collections.Counter())
     total = sum(parts.values())
     return {"cycles": total, "milliseconds": round(total / clock * 1e3, 4),
-            "where": dict(where.most_common()), "parts": dict(parts.most_common()),
-            "kernels": kernels, "unestimated": unestimated}
+            "where": {place: dict(each) for place, each in where.items()},
+            "parts": dict(parts.most_common()), "kernels": kernels, "unestimated": unestimated}
 
 
 def _call(instruction: Instruction) -> tuple[str, int, int, int]:

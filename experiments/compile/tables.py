@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,8 @@ WIDTH = 160  # columns where standard output is no terminal
 DECIDED = ("while", "conditional")
 NOTE = ("compiled for, never run: this says nothing about numerics or hangs. GiB are of one "
         "device, beside what is resident; ops count a loop's body once; least ms by arithmetic "
-        "over weights, cache and tokens; clock ms by the TPU compiler's estimate, branches added")
+        "over weights, cache and tokens; clock ms by the TPU compiler's estimate, of branches the "
+        "costliest")
 
 
 def line(program: Json) -> str:
@@ -70,8 +72,31 @@ def _row(program: Json) -> list[str]:
 
 
 def _clock(ticks: Json, least: float | None) -> str:
-    """Returns milliseconds, times the least, and what bounds each kernel: its code or memory."""
-    over = f", {ticks['milliseconds'] / 1e3 / least:.1f} x least" if least else ""
-    bounds = [f"{name}: {(kernel['compute'] or 0) / max(kernel['memory'], 1):.2g} x memory"
-              for name, kernel in ticks["kernels"].items()]
-    return "\n".join([f"{ticks['milliseconds']:.3g}{over}", *bounds])
+    """Returns the milliseconds of the costliest branches, how many times the least those are, and
+    of each kernel how long its machine code takes over its bytes."""
+    cycles = {place: sum(parts.values()) for place, parts in ticks["where"].items()}
+    ms = ticks["milliseconds"] * longest(cycles) / max(ticks["cycles"], 1)
+    over = f", {ms / 1e3 / least:.1f} x least" if least else ""
+    kernels = [f"{name}: code {(kernel['compute'] or 0) / max(kernel['memory'], 1):.2g} x memory"
+               for name, kernel in ticks["kernels"].items()]
+    return "\n".join([f"{ms:.3g}{over}", *kernels])
+
+
+def longest(cycles: Mapping[str, float]) -> float:
+    """Returns the sum of cycles by place ("/loop x24/branch 1"), of branches the costliest alone.
+    """
+    inner: dict[str, dict[str, float]] = {}
+    total, branches = 0.0, [0.0]
+    for place, value in cycles.items():
+        if not place.startswith("/"):
+            total += value
+            continue
+        first, slash, rest = place[1:].partition("/")
+        inner.setdefault(first, {})[slash + rest] = value
+    for name, places in inner.items():
+        value = longest(places)
+        if name.startswith("branch"):
+            branches.append(value)
+        else:
+            total += value
+    return total + max(branches)

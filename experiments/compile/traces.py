@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import check
 from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.runtime.workdir import METRICS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 HEAD = "drafter_gsm8k_1600_cpu.json"
-FORM = 'give a run\'s directory, or JSON as {"lengths": [812, 95], "acceptance": [0.5, 0.4]}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,36 +53,22 @@ def repository() -> Trace:
     return Trace(f"heavy-tailed lengths, {HEAD}", None, tuple(last[name] for name in depths))
 
 
-def read(path: str) -> Trace:
-    """Returns the trace of a run or of a JSON file; the repository's for an empty path.
+def read(workdir: str) -> Trace:
+    """Returns the lengths of a run's samples and the acceptance that its accept length shows; the
+    repository's own for an empty path.
 
     Raises:
-      ConfigError: there is no such run or file, or it does not hold a trace.
+      ConfigError: there is no such run, or it has no steps.
     """
-    if not path:
+    if not workdir:
         return repository()
-    try:
-        if Path(path).is_dir():
-            return _of_run(Path(path))
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
-        lengths, rates = np.asarray(trace["lengths"], int), np.asarray(trace["acceptance"], float)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--trace={path}: {error!r}: {FORM}") from error
-    if lengths.ndim != 1 or rates.ndim != 1 or not lengths.size or not rates.size or (
-            lengths < 1).any() or not ((rates >= 0) & (rates <= 1)).all():
-        raise ConfigError(f"--trace={path}: lengths must be positive and acceptance lie in [0, 1]: "
-                          f"{FORM}")
-    return Trace(path, lengths, tuple(rates))
-
-
-def _of_run(workdir: Path) -> Trace:
-    """Returns the lengths of a run's samples, and the acceptance that its accept length shows."""
-    lengths = [len(sample["tokens"]) for sample in read_samples(workdir)
+    run = Path(workdir)
+    check((run / METRICS).is_file(), "--trace", workdir, "no run; name a run's directory")
+    lengths = [len(sample["tokens"]) for sample in read_samples(run)
                if sample.get("learned", True)]
-    rows = list(read_metrics(workdir))
-    if not lengths or not rows:
-        raise ConfigError(f"--trace={workdir}: no steps in {METRICS}: {FORM}")
-    return Trace(str(workdir), np.asarray(lengths), (_rate(rows),))
+    rows = list(read_metrics(run))
+    check(bool(lengths and rows), "--trace", workdir, "the run has no steps; name another")
+    return Trace(workdir, np.asarray(lengths), (_rate(rows),))
 
 
 def _rate(rows: list[Mapping[str, Any]]) -> float:

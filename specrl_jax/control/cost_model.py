@@ -24,6 +24,17 @@ LEARN = 0.03  # and share that the costs it consists of absorb
 MOST = 0.5  # logarithm of a surprise, and of a correction
 
 
+class Ratios(NamedTuple):
+    """Costs of rounds relative to each other, which a controller starts from."""
+
+    tokens: float  # whose arithmetic takes as long as reading all weights
+    draft: float  # a level of a draft, in plain rounds
+
+
+# On a TPU by the compiler's clock, of 0.5B on v5e and 7B on v6e (docs/guides/when_it_pays.md).
+RATIOS = {"cpu": Ratios(16, 0.05), "gpu": Ratios(16, 0.05), "tpu": Ratios(140, 0.1)}
+
+
 class CostTable(struct.PyTreeNode):
     """Seconds, for the batch sizes of `Limits.buckets` in order; unused buckets repeat the last."""
 
@@ -66,12 +77,13 @@ def contexts(limits: Limits) -> tuple[int, int]:
 
 
 def default_table(limits: Limits) -> CostTable:
-    """Returns the ratios of a device whose reads of all weights cost 16 tokens' arithmetic."""
+    """Returns the ratios of a platform, of which the unit is no second."""
+    ratios = RATIOS[limits.platform]
     widest = max(map(len, limits.buckets.values()))
     packed = np.asarray([[b.packed for b in (*of, *[of[-1]] * (widest - len(of)))]
                          for of in limits.buckets.values()], np.float32)
-    verify = 1e-3 * (16 + packed)
-    draft = 0.05 * verify[:, :1] * np.arange(limits.depth + 1)
+    verify = 1e-3 * (ratios.tokens + packed)
+    draft = ratios.draft * verify[:, :1] * np.arange(limits.depth + 1)
     both = np.ones(2, np.float32)
     return carrier(CostTable, verify=(verify[..., None] * both).astype(np.float32),
                    draft=(draft[..., None] * both).astype(np.float32),

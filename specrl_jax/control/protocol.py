@@ -64,6 +64,7 @@ class Limits(NamedTuple):
     buckets: BucketTable
     longest: int  # tokens of context that a row may reach
     seed: int = 0
+    platform: str = "cpu"  # or "gpu", "tpu": whose ratios hold until costs are measured
 
 
 class Controller(NamedTuple):

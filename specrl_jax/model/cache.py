@@ -223,9 +223,9 @@ class StackedKV(struct.PyTreeNode):
                implementation: str | None = None) -> Attend:
         at = (None, None) if packing.in_order else (packing.row, packing.node)
         q = jax.ShapeDtypeStruct((packing.row.size, arch.num_heads, arch.head_dim), self.k.dtype)
-        # The barrier keeps XLA from making constants of the plan anew in every layer.
-        shared = jax.lax.optimization_barrier(
-            plan(q, *at, packing.parent, self.k, length, implementation=implementation))
+        shared = plan(q, *at, packing.parent, self.k, length, implementation=implementation)
+        if self.transposed:  # else libtpu makes constants of the plan anew in every layer
+            shared = jax.lax.optimization_barrier(shared)
 
         def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
             return _attend(q, (k, v), packing, at, (self.k, self.v), length, layer=index,

@@ -72,7 +72,7 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
         mix=(1.0,) * len(drafter.names), longest=shapes.longest,
         buckets={rows: bucket_table(rows, drafter.nodes, config.spec.max_packed,
                                     rows == smallest) for rows in shapes.batches},
-        seed=config.seed)
+        seed=config.seed, platform=sharding.platform(mesh))
     controller = registry.make(config.control, config.spec, limits)
     decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                       rule=config.spec.rule,

@@ -22,6 +22,7 @@ from experiments.compile import (
     hlo,
     machine_code,
     programs,
+    tables,
     targets,
     worker,
 )
@@ -190,8 +191,13 @@ def test_clock_multiplies_loops_and_names_parts(tmp_path: Path, bundles: int, cy
         "append": 4 * cycles, "products": 4 * 100, "collectives": 4 * 60, "draw": 4 * 3 * 7,
         "rest": 5 + 5}
     assert ticks["where"] == {
-        "/loop x4": 4 * (100 + cycles + 60), "/loop x4/loop x3": 84, "/loop x?": 5, "/branch 0": 5,
-        "/branch 1": 0, "outside of loops": 0}
+        "/loop x4": {"append": 4 * cycles, "products": 400, "collectives": 240},
+        "/loop x4/loop x3": {"draw": 84}, "/loop x?": {"rest": 5}, "/branch 0": {"rest": 5},
+        "/branch 1": {"rest": 0}, clock.OUTSIDE: {"rest": 0}}
+    by_place = {place: sum(parts.values()) for place, parts in ticks["where"].items()}
+    assert tables.longest(by_place) == ticks["cycles"]  # branch 1 costs nothing
+    assert tables.longest(by_place | {"/branch 1": 9, "/loop x4/branch 7": 2}) == (
+        ticks["cycles"] + 4 + 2)
     compute = 4 * (3 + 10 * (2 + bundles + 5 * 2)) if bundles else None
     assert ticks["kernels"] == {
         "cache_append": {"compute": compute, "memory": 4 * 1500, "steps": 4 * 10}}
