@@ -3,7 +3,7 @@
     python experiments/plan.py --config=qwen2_5_7b --target=v6e:4x4 --nocompile
 
 Layouts that do not fit a device's memory are refused by arithmetic. The others are ranked by the
-least seconds of a step, which no device beats: FLOPs, bytes and links over their peaks. The first
+least seconds of a step: FLOPs, bytes and links over their peaks. The first
 three are compiled where the target's compiler is installed: the update, and rounds of two numbers
 of rows. For TPUs their seconds are by the compiler's clock then. --nocompile leaves that out,
 --noplain leaves out layouts without the drafter. Lengths of responses and the acceptance of drafts
@@ -81,8 +81,9 @@ def main(config: Config, workdir: Path) -> int:
             failures.append(str(error))
             console.print(f"{flags_of(candidate.values)}: {error}")
     if compiled and target.platform == "tpu":
+        compiled.sort(key=lambda c: c.step.seconds)
         console.print(table("seconds by the compiler's clock", compiled))
-    first = min(compiled or best, key=lambda c: c.step.seconds)
+    first = (compiled or best[COMPILED if failures else 0:] or best)[0]
     needs = ", ".join(f"{name} {size / GIB:.1f}" for name, size in first.memory.items())
     console.print(f"GiB a device: {needs}, of {target.chip.available / GIB:.1f}")
     console.print(flags_of(first.values))
@@ -108,7 +109,7 @@ def fitting(config: Config, arch: Architecture, target: Target, trace: Trace, pl
         try:
             model = Model(override(config, values), arch)
         except ConfigError as error:
-            refused[str(error).partition(" = ")[0] + ": does not divide"] += 1
+            refused[str(error).partition(" = ")[0] + ": not possible"] += 1
             continue
         needs = work.memory(model)
         if (missing := (sum(needs.values()) - chip.limit) / GIB) > 0:
@@ -178,10 +179,11 @@ def by_clock(config: Config, arch: Architecture, target: Target, trace: Trace,
     """
     model = Model(override(config, candidate.values), arch)
     costs: dict[str, list[Cost]] = {name: [] for name in ROUNDS}
-    update = None
-    for rows in dict.fromkeys((model.shapes.batch, model.shapes.batches[-1])):
+    update, sizes = None, model.shapes.batches
+    drafting = [rows for rows in sizes if seconds.nodes_of(model, rows) > 1]
+    for rows in dict.fromkeys((sizes[0], *drafting[:1], sizes[-1])):
         of_rows = override(model.config, {"rollout.batch_size": rows * model.shards})
-        only = ROUNDS if update else ("update", *ROUNDS)
+        only = ("update", *ROUNDS) if rows == sizes[0] else ROUNDS
         programs = compiling.compile_for(of_rows, target.name, only)["programs"]
         if lines := [line for one in programs for line in findings.failures(one)]:
             raise ConfigError("; ".join(lines))
@@ -196,7 +198,9 @@ def by_clock(config: Config, arch: Architecture, target: Target, trace: Trace,
         return candidate
     rest = {**seconds.least_rest(model, target.chip, trace),
             "update": seconds.update_seconds(model, target.chip, update)}
-    step = seconds.step(model, seconds.clocked_round(*costs.values()), rest, trace)
+    round_of = seconds.clocked_round(
+        seconds.least_round(model, target.chip), *costs.values())
+    step = seconds.step(model, round_of, rest, trace)
     return candidate._replace(step=step)
 
 

@@ -47,11 +47,12 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json 
     where: dict[str, collections.Counter[str]] = {}
     kernels: dict[str, Json] = {}
     unestimated = 0
-    known = {_call(i): bundles[i.name] for i, *_ in _running(module) if i.name in bundles}
+    like = {_call(i): bundles[i.name] for i, *_ in _running(module) if i.name in bundles}
     for instruction, times, place, outer in _running(module):
         cycles, part = instruction.cycles, _part(instruction, times, outer)
         if part in KERNELS.values() and instruction.kind == "custom-call":
-            own = known.get(_call(instruction))  # of several like calls one is dumped
+            # Of calls that are alike the compiler dumps one.
+            own = bundles.get(instruction.name) or like.get(_call(instruction))
             compute = own and own.cycles(instruction.steps, instruction.trips)
             memory = round(instruction.moved / chip.bandwidth * clock)
             cycles = max(memory, compute or 0)
@@ -76,7 +77,8 @@ def _call(instruction: Instruction) -> tuple[str, int, int, int]:
 
 def _add(total: Json, more: Json) -> None:
     for name, value in more.items():
-        total[name] = None if value is None else (total.get(name) or 0) + value
+        sums = total.setdefault(name, 0)
+        total[name] = None if sums is None or value is None else sums + value
 
 
 def _part(instruction: Instruction, times: int, outer: str) -> str:

@@ -92,6 +92,8 @@ def one_line(error: Exception) -> str:
 
 
 def _compile(lowered: Any, program: Program, chip: Chip, dump: Path | None) -> Json:
+    if dump:
+        machine_code.take(dump)  # of a program that failed
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=program.options)
     seconds = time.perf_counter() - began

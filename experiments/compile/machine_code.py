@@ -33,9 +33,9 @@ def dump_to(folder: str) -> None:
 
 
 def take(folder: Path) -> dict[str, Bundles]:
-    """Returns the bundles by instruction of what was dumped into a folder, which is empty then."""
+    """Returns the bundles by instruction of what was dumped into a folder; removes its files."""
     bundles = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
         if match := _FILE.fullmatch(file.name):
             bundles[match[1]] = count(file.read_text(encoding="utf-8"))
         file.unlink()

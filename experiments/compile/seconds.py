@@ -62,7 +62,8 @@ def least_round(model: Model, chip: Chip) -> Round:
 
 
 def least_rest(model: Model, chip: Chip, trace: Trace) -> dict[str, float]:
-    """Returns the least seconds of a step's other programs: prefill, update, publish, drafter."""
+    """Returns the least seconds of a step's largest other programs: prefill, update, publish, and
+    the drafter's."""
     config = model.config
     prompt = config.rollout.max_prompt_tokens / 2
     lengths = prompt + trace.responses(config.sequences, config.rollout.max_new_tokens)
@@ -81,15 +82,18 @@ def _least(chip: Chip, done: Work) -> float:
                done.sent / LINKS.get(chip.name, np.inf))
 
 
-def clocked_round(plain: Sequence[Cost], drafted: Sequence[Cost]) -> Round:
-    """Returns the seconds of rounds by the clock, on a line through costs at two numbers of rows.
+def clocked_round(least: Round, plain: Sequence[Cost], drafted: Sequence[Cost]) -> Round:
+    """Returns the seconds of rounds by the clock at any number of rows.
+
+    Costs are those at some numbers of rows. Between them the ratio to the least time lies on a
+    line, beyond them it is constant: the least time has the bend from memory to FLOPs.
     """
     def seconds(rows: int, context: float, drafts: bool) -> float:
-        costs = drafted if drafts else plain
-        fixed, token = (float(np.polynomial.Polynomial.fit(
-            [cost.rows for cost in costs], values, deg=min(len(costs) - 1, 1))(rows))
-            for values in ([c.fixed for c in costs], [c.token for c in costs]))
-        return fixed + token * context
+        costs = sorted(drafted if drafts else plain, key=lambda cost: cost.rows)
+        known = [cost.rows for cost in costs]
+        ratios = [cost.fixed / least(cost.rows, 0, drafts) for cost in costs]
+        token = np.interp(rows, known, [cost.token for cost in costs])
+        return float(least(rows, 0, drafts) * np.interp(rows, known, ratios) + token * context)
 
     return seconds
 

@@ -68,7 +68,8 @@ def _row(program: Json) -> list[str]:
             f"{program['peak'] / GIB:.2f}", f"{program['temporaries'] / GIB:.2f}",
             f"{program['aliased']} of {program['donated']}", str(program["operations"]),
             str(copies), "\n".join(moved), "" if least is None else f"{least * 1e3:.3g}",
-            "" if ticks is None else _clock(ticks, least)]
+            "" if ticks is None else _clock(
+                ticks, None if program["program"] == "update" else least)]  # of all micro-batches
 
 
 def _clock(ticks: Json, least: float | None) -> str:
@@ -77,8 +78,10 @@ def _clock(ticks: Json, least: float | None) -> str:
     cycles = {place: sum(parts.values()) for place, parts in ticks["where"].items()}
     ms = ticks["milliseconds"] * longest(cycles) / max(ticks["cycles"], 1)
     over = f", {ms / 1e3 / least:.1f} x least" if least else ""
-    kernels = [f"{name}: code {(kernel['compute'] or 0) / max(kernel['memory'], 1):.2g} x memory"
-               for name, kernel in ticks["kernels"].items()]
+    kernels = [f"{name}: code " + (
+        "unknown" if kernel["compute"] is None else
+        f"{kernel['compute'] / max(kernel['memory'], 1):.2g} x memory")
+        for name, kernel in ticks["kernels"].items()]
     return "\n".join([f"{ms:.3g}{over}", *kernels])
 
 

@@ -29,7 +29,7 @@ class Trace:
         if self.lengths is None:
             return heavy_limits(count, most)
         drawn = np.random.default_rng(0).choice(self.lengths, count)
-        return np.minimum(drawn, most).astype(np.int32)
+        return np.clip(drawn, 1, most).astype(np.int32)
 
     def accept_length(self, depth: int) -> float:
         """Returns the tokens that a round with a chain of `depth` drafts commits on average."""

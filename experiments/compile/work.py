@@ -88,7 +88,6 @@ class Work:
     flops: float = 0.0
     moved: float = 0.0  # bytes of its memory
     sent: float = 0.0  # bytes over its links
-    collectives: float = 0.0  # how many, one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +214,8 @@ def update_work(model: Model, tokens: float, pairs: float) -> Work:
     # Weights are gathered for each pass, and gradients summed once a micro-batch.
     gathered = micro * weights * (2 * model.item + FLOAT) * (fsdp - 1) / fsdp
     summed = 2 * FLOAT * weights / fsdp * (data - 1) / data
-    work = Work(flops, moved, gathered + summed, micro * 3 * arch.num_layers * (fsdp > 1))
-    return _over_tensor(model, work, tokens / model.shards, 2 * passes - 2, micro)
+    work = Work(flops, moved, gathered + summed)
+    return _over_tensor(model, work, tokens / model.shards, 2 * passes - 2)
 
 
 def distill_work(model: Model, tokens: float, pairs: float) -> Work:
@@ -232,7 +231,7 @@ def publish_work(model: Model) -> Work:
     """Returns the work of casting the weights and gathering them over fsdp."""
     weights, fsdp = model.parameters / model.tensor, model.config.mesh.fsdp
     return Work(0, weights * (FLOAT / fsdp + model.item),
-                weights * model.item * (fsdp - 1) / fsdp, fsdp > 1)
+                weights * model.item * (fsdp - 1) / fsdp)
 
 
 def least(model: Model, title: str) -> Work | None:
@@ -259,8 +258,7 @@ def least(model: Model, title: str) -> Work | None:
 
 def add(one: Work, other: Work) -> Work:
     """Returns the work of both."""
-    return Work(one.flops + other.flops, one.moved + other.moved, one.sent + other.sent,
-                one.collectives + other.collectives)
+    return Work(one.flops + other.flops, one.moved + other.moved, one.sent + other.sent)
 
 
 def full_length(model: Model) -> tuple[float, float]:
@@ -271,13 +269,10 @@ def full_length(model: Model) -> tuple[float, float]:
     return prompts * prompt + config.sequences * response, pairs
 
 
-def _over_tensor(model: Model, work: Work, tokens: float, reductions: int, programs: int = 1
-                 ) -> Work:
+def _over_tensor(model: Model, work: Work, tokens: float, reductions: int) -> Work:
     """Adds a layer's `reductions` of activations of `tokens` over the tensor axis."""
     t, arch = model.tensor, model.arch
     if t == 1:
         return work
     size = reductions * arch.num_layers * tokens * arch.hidden_size * model.item
-    return dataclasses.replace(
-        work, sent=work.sent + 2 * size * (t - 1) / t,
-        collectives=work.collectives + programs * reductions * arch.num_layers)
+    return dataclasses.replace(work, sent=work.sent + 2 * size * (t - 1) / t)

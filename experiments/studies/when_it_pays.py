@@ -4,7 +4,8 @@
     python experiments/studies/when_it_pays.py --out=experiments/results/when_it_pays.json
 
 A plain and a drafted round of an EAGLE-3 head are compiled at two numbers of rows of a data shard
-and one context; other rows and contexts lie on lines. No chip is needed, and nothing is measured.
+and one context; what others cost follows by arithmetic. No chip is needed, and nothing is
+measured.
 """
 
 import sys
@@ -62,12 +63,15 @@ def compiled(preset: str, target: str) -> Json:
     return costs
 
 
-def accept_lengths(costs: Json) -> dict[str, dict[int, float]]:
+def accept_lengths(preset: str, target: str, costs: Json) -> dict[str, dict[int, float]]:
     """Returns a drafted round over a plain one, which is the tokens that it must commit a row to
     pay, by nodes and context, and by rows."""
     lengths = {}
     for nodes in NODES:
-        round_of = seconds.clocked_round(*(
+        config = case(preset, target, max(TABLE_ROWS), nodes)
+        least = seconds.least_round(Model(config, model_of(config).arch),
+                                    targets.parse(target).chip)
+        round_of = seconds.clocked_round(least, *(
             [seconds.Cost(**cost) for cost in costs[name]] for name in ("plain", str(nodes))))
         for context in CONTEXTS:
             lengths[f"{nodes} nodes, context {context}"] = {rows: round(
@@ -82,7 +86,8 @@ def main(argv: list[str]) -> None:
     for preset, target in CASES.items():
         targets.check_packages(targets.parse(target))
         costs = result["costs"][f"{preset} {target}"] = compiled(preset, target)
-        lengths = result["accept_length"][f"{preset} {target}"] = accept_lengths(costs)
+        lengths = result["accept_length"][f"{preset} {target}"] = accept_lengths(
+            preset, target, costs)
         for name, by_rows in lengths.items():
             print(preset, f"{name}:", by_rows, flush=True)
         json_file.write(Path(OUT.value), result)

@@ -132,7 +132,7 @@ def metadata(steps: int, trips: int = 1) -> dict[str, str]:
 
     Args:
       steps: of its grid, at most.
-      trips: of the loop inside of a step.
+      trips: of the loop inside a step.
     """
     return {"steps": str(steps), "trips": str(trips)}
 

@@ -77,7 +77,7 @@ def contexts(limits: Limits) -> tuple[int, int]:
 
 
 def default_table(limits: Limits) -> CostTable:
-    """Returns the ratios of a platform, of which the unit is no second."""
+    """Returns the ratios of a platform, in arbitrary units."""
     ratios = RATIOS[limits.platform]
     widest = max(map(len, limits.buckets.values()))
     packed = np.asarray([[b.packed for b in (*of, *[of[-1]] * (widest - len(of)))]

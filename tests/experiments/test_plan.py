@@ -102,9 +102,11 @@ def test_cost_by_the_clock_has_the_widest_branch_and_attention_apart() -> None:
     assert (cost.fixed * 1.5e9, cost.token * 1.5e9) == pytest.approx((100, 60 / 20))
     plain, drafted = ([seconds.Cost(4, 1.0, 0.5), seconds.Cost(8, 3.0, 0.5)],
                       [seconds.Cost(4, 5.0, 0.25)])
-    round_of = seconds.clocked_round(plain, drafted)
-    assert [round_of(rows, 8, False) for rows in (4, 6, 16)] == pytest.approx([5, 6, 11])
-    assert round_of(16, 8, True) == pytest.approx(7)
+    # The least is 1 up to 4 rows, and their number over 4 beyond: ratios of 1, 1.25 and 1.5.
+    round_of = seconds.clocked_round(lambda rows, *_: max(rows / 4, 1), plain, drafted)
+    assert [round_of(rows, 8, False) for rows in (2, 4, 6, 8, 16)] == pytest.approx(
+        [1 + 4, 1 + 4, 1.25 * 1.5 + 4, 1.5 * 2 + 4, 1.5 * 4 + 4])
+    assert round_of(16, 8, True) == pytest.approx(5 * 4 + 2)
 
 
 def test_update_by_the_clock_repeats_its_micro_batches() -> None:

@@ -23,13 +23,13 @@ from specrl_kernels.dispatch import Target, Unsupported, configured, metadata
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.operands import Context, Operands, Prefix
 from specrl_kernels.tree_attention.packing import Rows
-from specrl_kernels.tree_attention.pallas_kernel import kernel
+from specrl_kernels.tree_attention.pallas_kernel import is_unrolled, kernel
 from specrl_kernels.tree_attention.softmax import Partial
 
 SUBLANES = 16  # rows of a register in bfloat16; in float32 it is 8
 BUFFERS = 2  # of every block, one computed on and one filled
 VMEM_BLOCKS = 24 << 20  # bytes that the blocks of context may take
-IN_FLIGHT = 512 << 10  # bytes of keys and values that are fetched while a block is computed
+SMALL = 512 << 10  # bytes of keys and values in 512 slots, below which blocks have 1,024
 VMEM_LIMIT = 64 << 20  # bytes; v5e, v5p and v6e have 128 MiB (Google's TPU documents)
 SMEM_LISTS = 512 << 10  # bytes of the 1 MiB of scalar memory that the work lists may take
 VMEM_QUERIES = 24 << 20  # bytes that the queries of all rows of a shared prefix may take
@@ -120,11 +120,11 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
 def heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
     """Returns the largest blocks that fit; two shares if a chip's two cores act as one device.
 
-    A step of 8 nodes of 7 heads has a fixed part of 300 to 400 cycles by its machine code for v5e
-    and v6e, so blocks of 512 slots of few bytes take longer than their bytes; larger blocks than
-    these read more beyond a row's end.
+    By its machine code for v5e and v6e a step of 8 nodes of 7 heads takes longer than the bytes of
+    512 slots if those are few, and hardly longer than those of 1,024. Larger blocks would read more
+    slots beyond a row's end than they save.
     """
-    block = 1024 if 2 * slot_bytes * 512 < IN_FLIGHT else 512
+    block = 1024 if 2 * slot_bytes * 512 < SMALL else 512
     while block > 128 and _buffers(sizes, block, slot_bytes) > VMEM_BLOCKS:
         block //= 2
     return Config(block=block, splits=2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1)
@@ -160,7 +160,9 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Conte
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
         body, out_shape=outputs, interpret=interpret, name="tree_attention",
-        metadata=metadata(work_list.most_steps(batch, sizes, config.block)),
+        metadata=metadata(
+            -(-work_list.most_steps(batch, sizes, config.block) // config.splits),
+            1 if is_unrolled(sizes, g, padded // tile) else g * (padded // tile)),
         cost_estimate=_cost(rows, context, inputs, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,

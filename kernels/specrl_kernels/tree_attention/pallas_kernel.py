@@ -1,6 +1,7 @@
 """The body of the TPU kernel: one step of the work list, see pallas.py."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def kernel(total: Any, part: Any, layer: Any, steps: Any, length: Any, live: Any
     _, heads, queries, _ = q.shape
     tiles = queries // tile
     blocks = work_list.blocks_of(sizes, block)
-    unrolled = len(sizes) * heads * tiles <= UNROLLED
+    unrolled = is_unrolled(sizes, heads, tiles)
 
     @pl.when(at <= last)
     def _() -> None:
@@ -58,15 +59,20 @@ def kernel(total: Any, part: Any, layer: Any, steps: Any, length: Any, live: Any
         pl.when(closes)(lambda: each(functools.partial(_end, carry, outputs)))
 
 
+def is_unrolled(sizes: Sequence[int], heads: int, tiles: int) -> bool:
+    """Returns whether a step's loops over heads and tiles are written out."""
+    return len(sizes) * heads * tiles <= UNROLLED
+
+
 def _each_live_tile(live: Any, row: Any, heads: int, tiles: int, tile: int, unrolled: bool,
                     body: Any) -> None:
     """Calls body(head, slice of queries) for the tiles that hold a live query.
 
     All heads of a tile are in one region, so that the compiler overlaps their work.
     """
-    def one(at: Any, of_heads: Any) -> None:
+    def if_live(at: Any, run_heads: Any) -> None:
         begin = at * tile if isinstance(at, int) else pl.multiple_of(at * tile, tile)
-        pl.when(live[row * tiles + at] > 0)(lambda: of_heads(pl.ds(begin, tile)))
+        pl.when(live[row * tiles + at] > 0)(lambda: run_heads(pl.ds(begin, tile)))
 
     def written_out(queries: Any) -> None:
         for head in range(heads):
@@ -77,9 +83,9 @@ def _each_live_tile(live: Any, row: Any, heads: int, tiles: int, tile: int, unro
 
     if unrolled:
         for at in range(tiles):
-            one(at, written_out)
+            if_live(at, written_out)
     else:
-        jax.lax.fori_loop(0, tiles, lambda at, _: one(at, in_a_loop), None)
+        jax.lax.fori_loop(0, tiles, lambda at, _: if_live(at, in_a_loop), None)
 
 
 def _read(carry: Partial, head: Any, queries: Any) -> Partial:
