@@ -2,13 +2,13 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from specrl_jax.config.rl import ALGORITHMS
 from tests.test_docs import RESULTS, ROOT, script
@@ -186,7 +186,7 @@ def readme() -> Iterator[str]:
     yield from smollm2()[:2]
     ours = results.read("bench_speculation_budget_cpu")["adapting"]["eagle"]["break_even"]
     yield from extremes(1, [x for x in ours.values() if x])
-    yield tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    yield yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"]
 
 
 def comparison() -> Iterator[str]:

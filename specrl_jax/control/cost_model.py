@@ -32,7 +32,7 @@ class Ratios(NamedTuple):
 
 
 # On a TPU by the compiler's clock, of 0.5B on v5e and 7B on v6e (docs/guides/when_it_pays.md).
-RATIOS = {"cpu": Ratios(16, 0.05), "gpu": Ratios(16, 0.05), "tpu": Ratios(140, 0.1)}
+RATIOS = {"cpu": Ratios(16, 0.05), "gpu": Ratios(16, 0.05), "tpu": Ratios(200, 0.1)}
 
 
 class CostTable(struct.PyTreeNode):

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import BUCKETS, DEPTH, LIMITS, made_up, record
+from helpers import ROOT
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import cost_file, cost_model
+from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import Point
 
 
@@ -102,3 +104,14 @@ def test_broken_cost_file_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="control.cost_table = .*measure again") as error:
         cost_file.load(file, {}, made_up())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_0_5b v5e:2x2", "qwen2_5_7b v6e:4x4"])
+def test_a_tpus_default_ratios_are_near_the_compilers_clock(case: str) -> None:
+    """16 rows of 8 nodes against plain rounds, contexts apart, within a quarter."""
+    costs = json.loads((ROOT / "experiments/results/when_it_pays.json").read_text())["costs"][case]
+    (plain, *_), (drafted, *_) = costs["plain"], costs["8"]
+    buckets = {16: bucket_table(16, 8, 128)}
+    table = cost_model.default_table(LIMITS._replace(depth=4, buckets=buckets, platform="tpu"))
+    actual = (table.verify[0, -1, 0] + table.draft[0, 4, 0]) / table.verify[0, 0, 0]
+    assert actual == pytest.approx(drafted["fixed"] / plain["fixed"], rel=0.25)
