@@ -160,7 +160,7 @@ def test_with_all_damaged_a_run_starts_again_loudly(saved):
     assert len(lines) == 2
     assert lines[0].endswith("kept as 2.damaged; falling back to checkpoint 1")
     assert f"{saved / '1'} is damaged: meta/metadata has changed" in lines[1]
-    assert "kept as 1.damaged; no checkpoint is left: starting again from step 0" in lines[1]
+    assert "kept as 1.damaged; no checkpoint is left: restarting at step 0" in lines[1]
     assert sorted(p.name for p in saved.iterdir()) == ["1", "1.damaged", "2.damaged"]
     (step, arrays, meta), lines = resume(saved)
     assert (step, meta, lines) == (1, {"position": 3}, [])

@@ -111,7 +111,7 @@ def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
 
 @pytest.mark.parametrize("values, words", [
     (dict(prompts_per_step=1, rl=dict(filter="dynamic")), "prompts_per_step = 1: rl.filter = dyn"),
-    (dict(rl=dict(filter="dynamic", teacher="x")), "rl.filter = 'dynamic': a teacher tells more"),
+    (dict(rl=dict(filter="dynamic", teacher="x")), "rl.filter = 'dynamic': with a teacher, groups"),
     (dict(rl=dict(filter="dynamic", advantage="batch")), "rl.filter = 'dynamic': rl.advantage = b"),
     (dict(rl=dict(overlong="cut")), "rl.overlong = 'cut': choose one of keep, mask, soft"),
     (dict(rl=dict(curriculum="easy")), "rl.curriculum = 'easy': choose one of uniform, pass_rate"),

@@ -62,7 +62,7 @@ def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
     (["--run={run}"], "no complete checkpoint; wait for one, or give --step=0"),
     (["--run={run}/x"], "config.json: no such file; give the working directory of a run"),
     (["--run={run}", "--config=tiny"], "brings its own config; drop --config"),
-    (["--step=3"], "--step=3: a step is a run's"),
+    (["--step=3"], "--step=3: it needs --run=DIR"),
     (["--run={run}", "--step=last"], "--step=last: give a number of completed steps, or best"),
     (["--run={run}", "--step=best"], "best.json: no such file, so the run has evaluated nothing"),
     (["--run={run}", "--step=0", "--config.steps=0"], "steps = 0: must be at least 1"),

@@ -139,7 +139,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
     loud = [line for line in err.splitlines() if line.startswith("WARNING: checkpoint")]
     assert len(loud) == damaged and "is damaged" in loud[0]
     assert (f"falling back to checkpoint {steps[-2]}" in loud[0]) and len(steps) == 2
-    assert ("starting again from step 0" in loud[-1]) == (damaged == 2)
+    assert ("restarting at step 0" in loud[-1]) == (damaged == 2)
     assert (f"resuming {workdir} after step {steps[-2]}" in err) == (damaged == 1)
     assert_same_runs(whole, workdir, STEPS)
 
