@@ -90,8 +90,10 @@ def _preempted(preemption: Preemption | None) -> bool:
     if preemption is None:
         return False
     preemption.running = True
-    preemption.asked = processes.any_of("who stops", preemption.asked)
-    return preemption.asked
+    stop = processes.any_of("who stops", preemption.asked)
+    if stop:  # else left as it is: the signal may have come while the processes agreed
+        preemption.asked = True
+    return stop
 
 
 def _how_to_go_on(workdir: Path) -> str:

@@ -81,6 +81,23 @@ def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
     assert all(f"stopped; checkpoint {saved} is good" in text for text in told)
 
 
+AGREED = """
+import train
+preemption = train.Preemption()
+def agrees(name, asked):
+    assert asked or preemption.note()
+    return asked
+train.processes.any_of = agrees
+print(*(train._preempted(preemption) for _ in range(2)))
+"""
+
+
+def test_sigterm_while_the_processes_agree_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", AGREED], cwd=ROOT / "experiments", text=True,
+                          capture_output=True, timeout=HANGS)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_says_that_it_waits_and_ends(index: int) -> None:
     address = f"127.0.0.1:{free_port()}"
