@@ -29,7 +29,7 @@ T = TypeVar("T")
 LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
 """(k, v) of each layer; stacked along a leading axis where layers are."""
 
-# Of [G, R + 2, E, B, T] on a TPU: else E lies in lanes, which RoPE then fills to a quarter.
+# Of [G, R + 2, E, B, T] on a TPU: else a small E lies in lanes, of which RoPE then fills a quarter.
 TOKENS_IN_LANES = Layout((0, 1, 3, 2, 4))
 
 
@@ -132,7 +132,7 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
     if decode and "lora" not in layer and traced_for().platform == "tpu":
         return _split_in_lanes(arch, layer, qkv, rotation)
-    if not decode and traced_for().platform == "tpu":
+    if not decode and arch.head_dim < 128 and traced_for().platform == "tpu":
         qkv = with_layout_constraint(qkv, TOKENS_IN_LANES)
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
     q, k, v = (adapted(layer, f"{name}_proj", normed, y)
