@@ -1,8 +1,7 @@
 """Writes docs/config.md and docs/metrics.md from the help of fields and metrics, the examples of
 tests/extending into docs/extending.md, what presets were compiled for into docs/compile_for.md,
 runs of all algorithms into docs/findings.md, the accept lengths that pay into
-docs/guides/when_it_pays.md, and the README's badges from pyproject.toml and
-constraints.txt.
+docs/guides/when_it_pays.md, and the README's badges from pyproject.toml and constraints.txt.
 
     python docs/generate.py
 
@@ -199,7 +198,7 @@ def _of_seed(case: Mapping[str, Any]) -> dict[str, float]:
 def when_it_pays_page() -> str:
     """Returns the page with the accept lengths of experiments/results/when_it_pays.json."""
     result = json.loads((RESULTS / "when_it_pays.json").read_text(encoding="utf-8"))
-    cases = result["accept_length"]
+    cases = {name: case["accept_length"] for name, case in result["cases"].items()}
     rows = list(next(iter(next(iter(cases.values())).values())))
     return _filled("guides/when_it_pays.md", "pays", [
         _row("model, chips", "nodes, context", *(f"{n} rows" for n in rows)),

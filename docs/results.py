@@ -273,16 +273,16 @@ def by_name(axes: plt.Axes, names: Sequence[str], line: float | None = None) -> 
 
 def pays(figure: plt.Figure) -> None:
     axes = figure.subplots(1, 2, sharey=True)
-    for ax, (case, lengths) in zip(axes, read("when_it_pays")["accept_length"].items(),
-                                   strict=True):
-        for color, (name, by_rows) in zip((LIGHT, BLUE, ORANGE, PURPLE), lengths.items(),
-                                          strict=True):
+    for ax, (name, case) in zip(axes, read("when_it_pays")["cases"].items(), strict=True):
+        lengths = case["accept_length"]
+        for color, (label, by_rows) in zip((LIGHT, BLUE, ORANGE, PURPLE), lengths.items(),
+                                           strict=True):
             ax.plot([int(rows) for rows in by_rows], list(by_rows.values()), "o-", color=color,
-                    label=name)
+                    label=label)
         ax.axvspan(20, 43, color=GREY, alpha=0.2, lw=0)
         ax.set_xscale("log", base=2)
         ticks = [int(rows) for rows in by_rows]
-        ax.set(title=case, xlabel="rows", xticks=ticks, xticklabels=ticks)
+        ax.set(title=name, xlabel="rows", xticks=ticks, xticklabels=ticks)
     axes[0].set_ylabel("accept length to pay")
     axes[0].set_ylim(bottom=1)
     axes[0].legend(fontsize=9)

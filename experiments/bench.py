@@ -22,7 +22,8 @@ BENCHMARKS = STANDALONE | {
 STUDIES = {
     "controller": "controllers against the best fixed setting of each load",
     "staleness": "ways to train the drafter during RL",
-    "algorithms": "one model with each algorithm, with adapters and on generated tasks"}
+    "algorithms": "one model with each algorithm, with adapters and on generated tasks",
+    "when_it_pays": "the accept length from which drafts pay on a TPU, by its compiler's clock"}
 ALL = BENCHMARKS | STUDIES
 HELP = ("-h", "--help", "--helpshort", "--helpfull")
 
@@ -51,7 +52,7 @@ def usage() -> str:
         return [f"  {name:<13} {text}" for name, text in some.items()]
 
     return "\n".join([__doc__.strip(), "", "Benchmarks:", *lines(BENCHMARKS), "",
-                      "Studies, of RL runs:", *lines(STUDIES)])
+                      "Studies:", *lines(STUDIES)])
 
 
 def run_with_config(module) -> None:

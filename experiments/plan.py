@@ -83,10 +83,10 @@ def main(config: Config, workdir: Path) -> int:
     if compiled and target.platform == "tpu":
         compiled.sort(key=lambda c: c.step.seconds)
         console.print(table("seconds by the compiler's clock", compiled))
-    first = (compiled or best[COMPILED if failures else 0:] or best)[0]
-    needs = ", ".join(f"{name} {size / GIB:.1f}" for name, size in first.memory.items())
-    console.print(f"GiB a device: {needs}, of {target.chip.available / GIB:.1f}")
-    console.print(flags_of(first.values))
+    for first in (compiled or best[len(failures):])[:1]:
+        needs = ", ".join(f"{name} {size / GIB:.1f}" for name, size in first.memory.items())
+        console.print(f"GiB a device: {needs}, of {target.chip.available / GIB:.1f}")
+        console.print(flags_of(first.values))
     if out:
         made = {name: [c._asdict() | {"step": c.step.parts, "plain": c.step.plain} for c in each]
                 for name, each in {"least": best[:SHOWN], "clock": compiled}.items()}

@@ -70,6 +70,24 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json 
             "parts": dict(parts.most_common()), "kernels": kernels, "unestimated": unestimated}
 
 
+def costliest(where: Mapping[str, Mapping[str, float]]) -> collections.Counter[str]:
+    """Returns the cycles by part of `where` of an account, of branches those of the costliest."""
+    inner: dict[str, dict[str, Mapping[str, float]]] = {}
+    parts: collections.Counter[str] = collections.Counter()
+    for place, each in where.items():
+        if place.startswith("/"):
+            first, slash, rest = place[1:].partition("/")
+            inner.setdefault(first, {})[slash + rest] = each
+        else:
+            parts.update(each)
+    of_inner = {name: costliest(places) for name, places in inner.items()}
+    branches = [each for name, each in of_inner.items() if name.startswith("branch")]
+    for each in (each for name, each in of_inner.items() if not name.startswith("branch")):
+        parts.update(each)
+    parts.update(max(branches, key=collections.Counter.total, default=collections.Counter()))
+    return parts
+
+
 def _call(instruction: Instruction) -> tuple[str, int, int, int]:
     name = instruction.name.partition(".")[0]
     return name, instruction.steps, instruction.trips, instruction.moved

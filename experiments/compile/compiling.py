@@ -81,7 +81,7 @@ class _Worker:
             process = subprocess.Popen(
                 COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writing,),
                 text=True,
-                env=targets.environment() | {FD: str(writing),
+                env=targets.environment(dump) | {FD: str(writing),
                                              "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             os.close(writing)
             assert process.stdin is not None

@@ -18,13 +18,11 @@ from specrl_jax.runtime.paths import user_cache
 from specrl_jax.structs import Json
 
 from . import clock, hlo, machine_code, programs, work
-from .targets import Target, versions
+from .targets import LIBTPU_FLAGS, Target, versions
 
 NO_ROOM = "does not fit:"
 ROLLOUT = ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted")
 """Programs whose donated arrays are large and change a little: a copy of one is a fault."""
-
-FLAGS = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]  # the user's own
 
 
 def store() -> Path | None:
@@ -32,10 +30,13 @@ def store() -> Path | None:
     return user_cache("compiled_for")
 
 
-def key(lowered: Any, target: Target) -> str:
-    """Returns the hash of a lowered module, the target, and what compiles and reads it."""
+def key(lowered: Any, target: Target, dump: Path | None) -> str:
+    """Returns the hash of a lowered module, the target, and what compiles and reads it, but for
+    the directory that machine code is dumped to."""
+    flags = [os.environ.get(name, "").replace(str(dump or ""), "") for name in (
+        "XLA_FLAGS", LIBTPU_FLAGS)]
     files = (hlo.__file__, clock.__file__, machine_code.__file__, __file__)
-    return digest([*(Path(file).read_bytes() for file in files), target.name, versions(), FLAGS,
+    return digest([*(Path(file).read_bytes() for file in files), target.name, versions(), flags,
                    lowered.as_text()])
 
 
@@ -58,7 +59,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
         "program": program.title, "lowering_seconds": round(lowering, 2),
         "resident": programs.beside(program, run.resident), "limit": chip.limit,
         "least_seconds": least and chip.least_seconds(least.flops, least.moved)}
-    path = None if folder is None else folder / f"{key(lowered, target)}.json"
+    path = None if folder is None else folder / f"{key(lowered, target, dump)}.json"
     if path is not None and path.exists():
         return known | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
     begin({"known": known, "path": "" if path is None else str(path)})

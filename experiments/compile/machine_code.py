@@ -4,7 +4,6 @@ A bundle is what a core starts in one cycle. A dump has a line for each; the num
 is that of the loops around it.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -25,11 +24,10 @@ class Bundles(NamedTuple):
         return self.outside + steps * (self.step + trips * self.inner)
 
 
-def dump_to(folder: str) -> None:
-    """Makes libtpu dump the machine code of what it compiles, if it is not loaded yet."""
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join([
-        os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={folder}",
-        "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"])
+def flags(folder: str) -> str:
+    """Returns the flags with which libtpu dumps the machine code of what it compiles."""
+    return (f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=^final_bundles$")
 
 
 def take(folder: Path) -> dict[str, Bundles]:

@@ -6,7 +6,6 @@ for TPUs the compiler's clock. Neither knows stragglers, links under load, or th
 
 import collections
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,13 +14,12 @@ from specrl_jax.runtime.hardware import Chip
 from specrl_jax.structs import Json
 
 from . import work
-from .clock import CLOCKS, LINKS
+from .clock import CLOCKS, LINKS, costliest
 from .traces import Trace
 from .work import Model, Work
 
 Round = Callable[[int, float, bool], float]
 """Rows of a data shard, cached tokens of all of them, whether it drafts -> seconds of a round."""
-_BRANCH = re.compile(r"/branch (\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +97,12 @@ def clocked_round(least: Round, plain: Sequence[Cost], drafted: Sequence[Cost]) 
 
 
 def cost(account: Json, chip: Chip, rows: int, slots: int) -> Cost:
-    """Returns a round's cost from its `clock.account`; of a drafted round the widest branch counts.
+    """Returns a round's cost from its `clock.account`.
 
     Args:
       slots: of a row's cache, all of which the account reads.
     """
-    branch = max((int(match[1]) for place in account["where"]
-                  if (match := _BRANCH.match(place))), default=0)
-    parts: collections.Counter[str] = collections.Counter()
-    for place, each in account["where"].items():
-        match = _BRANCH.match(place)
-        if match is None or int(match[1]) == branch:
-            parts.update(each)
+    parts = costliest(account["where"])
     hertz, attention = CLOCKS[chip.name], parts.pop("attention", 0)
     return Cost(rows, parts.total() / hertz, attention / hertz / (rows * slots))
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +9,7 @@ from rich.table import Table
 from specrl_jax.runtime.hardware import GIB
 from specrl_jax.structs import Json
 
+from .clock import costliest
 from .findings import memory
 
 WIDTH = 160  # columns where standard output is no terminal
@@ -75,31 +75,11 @@ def _row(program: Json) -> list[str]:
 def _clock(ticks: Json, least: float | None) -> str:
     """Returns the milliseconds of the costliest branches, how many times the least those are, and
     of each kernel how long its machine code takes over its bytes."""
-    cycles = {place: sum(parts.values()) for place, parts in ticks["where"].items()}
-    ms = ticks["milliseconds"] * longest(cycles) / max(ticks["cycles"], 1)
+    cycles = costliest(ticks["where"]).total()
+    ms = ticks["milliseconds"] * cycles / max(ticks["cycles"], 1)
     over = f", {ms / 1e3 / least:.1f} x least" if least else ""
     kernels = [f"{name}: code " + (
         "unknown" if kernel["compute"] is None else
         f"{kernel['compute'] / max(kernel['memory'], 1):.2g} x memory")
         for name, kernel in ticks["kernels"].items()]
     return "\n".join([f"{ms:.3g}{over}", *kernels])
-
-
-def longest(cycles: Mapping[str, float]) -> float:
-    """Returns the sum of cycles by place ("/loop x24/branch 1"), of branches the costliest alone.
-    """
-    inner: dict[str, dict[str, float]] = {}
-    total, branches = 0.0, [0.0]
-    for place, value in cycles.items():
-        if not place.startswith("/"):
-            total += value
-            continue
-        first, slash, rest = place[1:].partition("/")
-        inner.setdefault(first, {})[slash + rest] = value
-    for name, places in inner.items():
-        value = longest(places)
-        if name.startswith("branch"):
-            branches.append(value)
-        else:
-            total += value
-    return total + max(branches)

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from specrl_jax.config import ConfigError
 from specrl_jax.config.load import preset_targets
 from specrl_jax.runtime.hardware import CHIPS, Chip, chip_of
 
+from . import machine_code
+
 DESCRIPTIONS = Path(__file__).parent / "gpus"
 TPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "tpu")
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "gpu")
 EXAMPLES = "v5e:2x2, v6e:4x4, v5p:4x4x4, h100 or h100:8"
+LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable that libtpu reads
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # The first keeps JAX from looking for devices, the others libtpu from looking for a TPU host.
@@ -100,9 +103,11 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment of a process that compiles."""
-    return {**base, **ENVIRONMENT}
+def environment(dump: str = "") -> dict[str, str]:
+    """Returns the environment of a process that compiles; `dump`: a directory for machine code."""
+    given = os.environ.get(LIBTPU_FLAGS, "")
+    flags = {LIBTPU_FLAGS: f"{given} {machine_code.flags(dump)}"} if dump else {}
+    return {**os.environ, **ENVIRONMENT, **flags}
 
 
 def with_target(argv: Sequence[str]) -> list[str]:

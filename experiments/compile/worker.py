@@ -21,7 +21,7 @@ from specrl_jax.runtime.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 
-from . import findings, machine_code, programs, targets
+from . import findings, programs, targets
 
 FD = "SPECRL_EVENTS"  # number of the file that events are written to
 
@@ -42,10 +42,8 @@ def compile_all(request: Json, events: TextIO) -> None:
 
     Args:
       request: config, target, only (titles' beginnings, [] is all), skip (titles), part [k, n] of
-        the programs, keep, a directory or "", and dump, an empty directory or "".
+        the programs, keep, a directory or "", and dump, where libtpu dumps, or "".
     """
-    if request["dump"]:
-        machine_code.dump_to(request["dump"])
     target = targets.parse(request["target"])
     devices = targets.devices(target)
     config = build(Config, request["config"])

@@ -75,7 +75,11 @@ def rotations(arch: Architecture, position: Array) -> tuple[Array, Array]:
 def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     """Applies RoPE to x f[..., E, *tokens], with `rotation` f32[E/2, *tokens] twice."""
     cos, sin = (jnp.expand_dims(r, tuple(range(x.ndim - r.ndim))) for r in rotation)
-    axis = x.ndim - rotation[0].ndim
+    return _turn(x, cos, sin, x.ndim - rotation[0].ndim)
+
+
+def _turn(x: Array, cos: Array, sin: Array, axis: int) -> Array:
+    """Rotates the halves of `axis` by angles that broadcast to them."""
     first, second = jnp.split(x, 2, axis)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis).astype(x.dtype)
@@ -153,9 +157,7 @@ def _split_in_lanes(arch: Architecture, layer: Params, qkv: Array, rotation: tup
         q = rms_norm(q, layer["q_norm"], arch.norm_eps, 3, decode=True)
         k = rms_norm(k, layer["k_norm"], arch.norm_eps, 3, decode=True)
     cos, sin = (a.T[:, None, None] for a in rotation)
-    first, second = jnp.split(jnp.concatenate([q, k], 2), 2, 3)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], 3)
-    turned = turned.astype(qkv.dtype)
+    turned = _turn(jnp.concatenate([q, k], 2), cos, sin, 3)
     q, k = turned[:, :, : arch.group], turned[:, :, arch.group]
     return q.transpose(1, 2, 3, 0), k.transpose(1, 2, 0), v.transpose(1, 2, 0)
 

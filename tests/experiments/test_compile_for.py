@@ -22,7 +22,6 @@ from experiments.compile import (
     hlo,
     machine_code,
     programs,
-    tables,
     targets,
     worker,
 )
@@ -194,10 +193,10 @@ def test_clock_multiplies_loops_and_names_parts(tmp_path: Path, bundles: int, cy
         "/loop x4": {"append": 4 * cycles, "products": 400, "collectives": 240},
         "/loop x4/loop x3": {"draw": 84}, "/loop x?": {"rest": 5}, "/branch 0": {"rest": 5},
         "/branch 1": {"rest": 0}, clock.OUTSIDE: {"rest": 0}}
-    by_place = {place: sum(parts.values()) for place, parts in ticks["where"].items()}
-    assert tables.longest(by_place) == ticks["cycles"]  # branch 1 costs nothing
-    assert tables.longest(by_place | {"/branch 1": 9, "/loop x4/branch 7": 2}) == (
-        ticks["cycles"] + 4 + 2)
+    where = ticks["where"]
+    assert clock.costliest(where) == ticks["parts"]  # branch 1 costs nothing
+    more = {"/branch 1": {"draw": 9}, "/loop x4/branch 7": {"rest": 2}}
+    assert clock.costliest(where | more) == ticks["parts"] | {"draw": 84 + 9, "rest": 5 + 2}
     compute = 4 * (3 + 10 * (2 + bundles + 5 * 2)) if bundles else None
     assert ticks["kernels"] == {
         "cache_append": {"compute": compute, "memory": 4 * 1500, "steps": 4 * 10}}

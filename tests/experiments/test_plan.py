@@ -93,13 +93,13 @@ def test_drafts_run_where_they_pay(trace: Trace, drafts: bool) -> None:
     assert (actual.seconds < actual.plain) == drafts
 
 
-def test_cost_by_the_clock_has_the_widest_branch_and_attention_apart() -> None:
+def test_cost_by_the_clock_has_the_costliest_branch_and_attention_apart() -> None:
     """On v5e a cycle is 1 / 1.5e9 s."""
     account = {"where": {
         "/branch 0": {"products": 100}, "/branch 2/loop x24": {"products": 600, "attention": 300},
         "/branch 10": {"draw": 30}, "outside of loops": {"drafter": 70, "attention": 60}}}
     cost = seconds.cost(account, CHIPS["v5e"], rows=4, slots=5)
-    assert (cost.fixed * 1.5e9, cost.token * 1.5e9) == pytest.approx((100, 60 / 20))
+    assert (cost.fixed * 1.5e9, cost.token * 1.5e9) == pytest.approx((670, 360 / 20))
     plain, drafted = ([seconds.Cost(4, 1.0, 0.5), seconds.Cost(8, 3.0, 0.5)],
                       [seconds.Cost(4, 5.0, 0.25)])
     # The least is 1 up to 4 rows, and their number over 4 beyond: ratios of 1, 1.25 and 1.5.
