@@ -71,7 +71,8 @@ def account(module: Module, chip: Chip, bundles: Mapping[str, Bundles]) -> Json 
 
 
 def costliest(where: Mapping[str, Mapping[str, float]]) -> collections.Counter[str]:
-    """Returns the cycles by part of `where` of an account, of branches those of the costliest."""
+    """Returns the cycles by part of an account's `where`, with the costliest branch alone of each
+    conditional."""
     inner: dict[str, dict[str, Mapping[str, float]]] = {}
     parts: collections.Counter[str] = collections.Counter()
     for place, each in where.items():

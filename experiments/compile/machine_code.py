@@ -1,7 +1,7 @@
 """The machine code that a TPU's compiler makes of each kernel, as it dumps it.
 
-A bundle is what a core starts in one cycle. A dump has a line for each; the number of > before it
-is that of the loops around it.
+A bundle is what a core starts in one cycle. A dump has a line for each bundle, with as many > as
+there are loops around it.
 """
 
 import re

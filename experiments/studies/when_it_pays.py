@@ -1,4 +1,4 @@
-"""From which accept length on drafted rounds pay on a TPU, by the compiler's clock.
+"""The accept length from which drafted rounds pay on a TPU, by the compiler's clock.
 
     pip install "jax[tpu]==0.10.2"      # the compiler; in an environment of its own
     python experiments/bench.py when_it_pays --config=qwen2_5_7b:v6e_4x4 --target=v6e:4x4

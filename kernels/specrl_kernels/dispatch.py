@@ -128,7 +128,7 @@ def kernel(op: str, name: str, platform: str, function: str = "") -> Callable[..
 
 
 def metadata(steps: int, trips: int = 1) -> dict[str, str]:
-    """Returns what a kernel's call says of itself in a compiled module.
+    """Returns the metadata that a kernel's call carries into the compiled module.
 
     Args:
       steps: of its grid, at most.
