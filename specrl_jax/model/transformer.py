@@ -30,6 +30,7 @@ LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
 """(k, v) of each layer; stacked along a leading axis where layers are."""
 
 # Of [G, R + 2, E, B, T] on a TPU: else a small E lies in lanes, of which RoPE then fills a quarter.
+# With 128 features it costs collectives and copies (experiments/LOG.md).
 TOKENS_IN_LANES = Layout((0, 1, 3, 2, 4))
 
 
