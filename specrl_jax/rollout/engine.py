@@ -114,7 +114,6 @@ class Engine:
             added = {p.name: compiler.add(p) for p in self.programs(params, drafter_params)}
             others(compiler)
         self._programs = {name: future.result() for name, future in added.items()}
-        self._blank_kv()  # zeros are programs, too
 
     def programs(self, params: Params, drafter_params: DrafterParams) -> Iterator[Program]:
         """Yields every program that `run` may call; the arguments may be abstract."""
@@ -150,6 +149,10 @@ class Engine:
             yield self._program(
                 ("select_rows", old), functools.partial(refill.select_rows, self.decoder),
                 (specs, ROW), specs, (), self.layout.abstract(old), slots)
+        kv = self.layout.abstract_kv(shapes.batch)
+        blank = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kv),
+                        out_shardings=jax.tree.map(lambda a: a.sharding, kv))
+        yield Program("blank_cache", blank, ())
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
         yield Program("collect", gather, (full.sequences, full.counters))
 
@@ -195,8 +198,7 @@ class Engine:
         return state.replace(cache=state.cache.replace(kv=self._blank_kv()))
 
     def _blank_kv(self) -> KVCache:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
-                            self.layout.abstract_kv(self.shapes.batch))
+        return self._programs["blank_cache"]()
 
     # The rollout.
 
