@@ -54,6 +54,19 @@ def all_devices() -> list[Any]:
                           f"unset it, set cpu, or install JAX for the device") from error
 
 
+def choose_mesh(config: MeshConfig) -> MeshConfig:
+    """Returns the first of a mesh and its fallbacks with as many devices as are there; the mesh,
+    if it has no fallbacks. Raises ConfigError if none has."""
+    if not config.fallback:
+        return config
+    count = len(all_devices())
+    known = ", ".join(f"{mesh.name} has {mesh.size}" for mesh in config.choices)
+    fitting = [mesh for mesh in config.choices if mesh.size == count]
+    check(bool(fitting), "mesh.fallback", config.fallback, f"{count} devices are there, but "
+          f"{known}; start as many, or add a mesh of {count} to mesh.fallback")
+    return fitting[0]
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
@@ -65,8 +78,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     there = devices is None
     devices = all_devices() if devices is None else devices
-    shape = (config.data, config.fsdp, config.tensor)
-    size, name = math.prod(shape), "x".join(map(str, shape))
+    shape, size, name = (config.data, config.fsdp, config.tensor), config.size, config.name
     check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
     check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
           f"all {len(devices)} devices must be used; "

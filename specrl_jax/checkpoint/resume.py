@@ -35,7 +35,7 @@ from specrl_jax.structs import Json
 DATA, RENDERED = "data.json", "rendered"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "rollout.stop", "rollout.repetition_penalty",
+        "mesh.fallback", "reward.workers", "rollout.stop", "rollout.repetition_penalty",
         "data.date", "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
 PATH_FIELDS = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path",
                "draft.path", "draft.model", "rl.teacher", "control.cost_table")  # hosts may differ

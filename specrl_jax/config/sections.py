@@ -191,11 +191,31 @@ class MeshConfig(Section, prefix="mesh"):
     data: int = option(1, "data-parallel copies", low=1)
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
+    fallback: tuple[str, ...] = option((), "meshes that a run takes in place of this one, in this "
+                                       "order, where other numbers of devices are there; each is "
+                                       "data x fsdp x tensor, such as 2x4x1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.fallback:
+            check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", name) is not None, "mesh.fallback",
+                  name, "give data x fsdp x tensor, such as 2x4x1")
 
     @property
     def size(self) -> int:
         """The number of devices."""
         return self.data * self.fsdp * self.tensor
+
+    @property
+    def name(self) -> str:
+        """The sizes along data, fsdp and tensor, as in `fallback`."""
+        return f"{self.data}x{self.fsdp}x{self.tensor}"
+
+    @property
+    def choices(self) -> tuple["MeshConfig", ...]:
+        """This mesh and its fallbacks, each with the same fallbacks."""
+        return (self, *(MeshConfig(int(data), int(fsdp), int(tensor), self.fallback)
+                        for data, fsdp, tensor in (name.split("x") for name in self.fallback)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,14 +254,8 @@ class Config(Section):
                    "rl.advantage = batch compares a step's samples; set at least 2")
         self.check(rl.filter == "none" or self.prompts_per_step >= 2, "prompts_per_step",
                    f"rl.filter = {rl.filter} chooses among prompts; set at least 2")
-        shards = self.mesh.data * self.mesh.fsdp
-        for field, value in (("rollout.batch_size", self.rollout.batch_size),
-                             ("prompts_per_step", self.prompts_per_step)):
-            check(value % shards == 0, field, value,
-                  f"must be a multiple of the {shards} data shards (mesh.data x mesh.fsdp)")
-        rows = self.rollout.batch_size // shards
-        check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
-              f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
+        for mesh in self.mesh.choices:
+            self._check_shards(mesh)
         check(self.rl.correction == "none" or self.learner.old_logprob == "learner",
               "rl.correction", self.rl.correction,
               "compares with the learner's log-probabilities; use learner.old_logprob = learner")
@@ -252,6 +266,18 @@ class Config(Section):
         check(row == 0 or row >= self.tokens_per_unit, "learner.tokens_per_row", row,
               f"must hold {self.tokens_per_unit}: a prompt with {self.sequences_per_unit} "
               "responses of full length (learner.packing); 0 is just that")
+
+    def _check_shards(self, mesh: MeshConfig) -> None:
+        """Raises ConfigError unless the data shards of a mesh divide what is split over them."""
+        shards = mesh.data * mesh.fsdp
+        where = "mesh.data x mesh.fsdp" if mesh == self.mesh else f"mesh.fallback {mesh.name}"
+        for field, value in (("rollout.batch_size", self.rollout.batch_size),
+                             ("prompts_per_step", self.prompts_per_step)):
+            check(value % shards == 0, field, value,
+                  f"must be a multiple of the {shards} data shards ({where})")
+        rows = self.rollout.batch_size // shards
+        check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
+              f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
         unit = shards * self.sequences_per_row
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "

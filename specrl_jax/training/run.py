@@ -1,5 +1,6 @@
 """A run: RL steps with files, checkpoints and progress, resumable."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,8 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     """
     began = time.perf_counter()
     sharding.all_devices()  # refused here rather than where JAX is first used
+    wanted = config.mesh
+    config = dataclasses.replace(config, mesh=sharding.choose_mesh(wanted))
     described = config_lib.as_dict(config)
     resume.check_same(described)
     resume.check_config(workdir, described, resume.EQUAL)
@@ -96,6 +99,9 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     progress = Progress(config.steps, 0)
     say = progress.say
     say(overview(config, source.arch, workdir))
+    if config.mesh != wanted:
+        say(f"mesh: {config.mesh.size} devices are there, so {config.mesh.name} of mesh.fallback "
+            f"replaces {wanted.name}")
     prompts = make_prompts(config, source.tokenizer, say)
     examples = examples_digest(prompts.examples)
     resume.check_contents(described, contents(config, source) | {

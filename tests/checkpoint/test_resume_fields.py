@@ -50,7 +50,7 @@ def test_fields_that_change_no_result_may_differ(tmp_path):
     write_config(tmp_path, changed())
     free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x",
                    reward__workers=2, rollout__stop=("x",), eval__every=3, eval__split="dev",
-                   track__to=("jsonl",))
+                   track__to=("jsonl",), mesh__fallback=("1x1x1",))
     assert resume.check_config(tmp_path, free) == {}
     resume.check_config(tmp_path, changed())
     resume.check_config(tmp_path / "new", changed())

@@ -18,6 +18,9 @@ BOTH = "from specrl_jax.config import Config, SpecOptions\n"
     ({"rl": 3}, "rl = 3: must be an object with fields"),
     ({"seed": "x"}, "seed = 'x': must be of type int"),
     ({"reward.terms": "exact"}, "reward.terms = 'exact': must be a tuple"),
+    ({"mesh.fallback": ("2x2",)}, "mesh.fallback = '2x2': give data x fsdp x tensor, such as"),
+    ({"mesh.fallback": ("1x1x1", "3x1x2")},
+     "rollout.batch_size = 64: must be a multiple of the 3 data shards (mesh.fallback 3x1x2)"),
 ])
 def test_bad_values_are_refused(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -12,7 +12,8 @@ import pytest
 from helpers import ROOT, ends, micro_config, run_training, start_training, xla_flags
 from pairs import run_two
 
-from specrl_jax.config import LearnerConfig, MeshConfig, RolloutConfig
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig, RolloutConfig
 from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.model.export import export
 from specrl_jax.model.source import fit_mesh
@@ -70,6 +71,34 @@ def test_run_goes_on_on_any_mesh_with_the_same_tokens(
     resume(run, 8, *invariant)
     assert tokens(run) == tokens(whole) and len(tokens(run)) == 8 * 16
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.ci
+def test_run_falls_back_to_fewer_devices_and_returns(
+        tmp_path: Path, invariant: tuple[str, ...]) -> None:
+    """The command stays the same; only the devices change."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    run_training(whole, *invariant, "--config.steps=6")
+    flags = (*invariant, *mesh(data=8), "--config.mesh.fallback=('2x1x1','2x2x1')")
+    told = [resume(run, steps, *flags, devices=n) for steps, n in ((2, 8), (4, 4), (6, 8))]
+    line = "mesh: 4 devices are there, so 2x2x1 of mesh.fallback replaces 8x1x1"
+    assert [line in text for text in told] == [False, True, False]
+    assert "resuming with mesh.data = 2 (was 8), mesh.fsdp = 2 (was 1): tokens" in told[1]
+    assert "resuming with mesh.data = 8 (was 2), mesh.fsdp = 1 (was 2): tokens" in told[2]
+    assert tokens(run) == tokens(whole) and len(tokens(run)) == 6 * 16
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
+
+
+def test_fallback_that_fits_no_number_of_devices_is_refused() -> None:
+    config = MeshConfig(data=512, fallback=("256x1x1", "2x128x2"))
+    with pytest.raises(ConfigError) as refused:
+        sharding.choose_mesh(config)
+    count = jax.device_count()
+    assert str(refused.value) == (
+        f"mesh.fallback = ('256x1x1', '2x128x2'): {count} devices are there, but 512x1x1 has 512, "
+        f"256x1x1 has 256, 2x128x2 has 512; start as many, or add a mesh of {count} to "
+        "mesh.fallback")
+    assert sharding.choose_mesh(MeshConfig(data=512)).size == 512  # without fallbacks as it is
 
 
 @pytest.mark.ci
