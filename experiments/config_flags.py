@@ -118,7 +118,7 @@ def print_help(argv: Sequence[str]) -> None:
     define(argv[:1])
     if "run" in flags.FLAGS:  # the script reads a run and refuses --workdir
         del flags.FLAGS.workdir
-    table = field_table(_chosen_preset(argv))
+    table = field_table(chosen_preset(argv))
     app.usage(shorthelp="helpfull" not in _flag_names(argv), writeto_stdout=True)
     print(table)
 
@@ -257,7 +257,8 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return not _flag_names(argv).isdisjoint(HELP_FLAGS)
 
 
-def _chosen_preset(argv: Sequence[str]) -> str:
+def chosen_preset(argv: Sequence[str]) -> str:
+    """Returns what --config names."""
     chosen = DEFAULT_PRESET
     for argument, following in _with_next(argv):
         match = re.fullmatch(r"--?config(?:=(.*))?", argument)

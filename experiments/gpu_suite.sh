@@ -26,7 +26,7 @@ part() {
 }
 
 everything() {
-  local first=(rollouts --default --models=Qwen2.5-1.5B,Qwen2.5-7B --rows=16)
+  local first=(rollouts --default "--models=Qwen2.5-1.5B,Qwen2.5-7B" --rows=16)
   part "${first[@]}" "$@"
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part "${first[@]}" "$@"
   part steps "$@"

@@ -102,10 +102,10 @@ def fitting(config: Config, arch: Architecture, target: Target, trace: Trace, pl
     Raises:
       ConfigError: none fits; says which need was the least above what is there.
     """
-    chip, devices = target.chip, math.prod(int(size) for size in target.topology.split("x"))
+    chip = target.chip
     fits, refused, nearest = [], collections.Counter(), (float("inf"), "")
     rollouts: dict[Any, Step] = {}  # remat and micro-batch do not change them
-    for values in layouts(config, arch, devices, plain):
+    for values in layouts(config, arch, target.size, plain):
         try:
             model = Model(override(config, values), arch)
         except ConfigError as error:

@@ -101,8 +101,8 @@ def test_table_of_what_a_resume_may_change_is_complete() -> None:
     assert resume.RULE in named[True] and named[True].isdisjoint({*resume.FREE, *resume.EQUAL})
 
 
-SCRIPTS = ("compare_runs", "compile_for", "eval", "explain", "export", "generate", "plan", "sft",
-           "train", "train_drafter")
+SCRIPTS = ("compare_runs", "compile_for", "deploy", "eval", "explain", "export", "generate",
+           "plan", "sft", "train", "train_drafter")
 CALL = re.compile(rf"\bpython experiments/({'|'.join(SCRIPTS)})\.py "
                   r"""((?:"[^"]*"|'[^']*'|[^"'`|&;)#\n])*)""")
 INLINE = re.compile(rf"`(?:experiments/)?({'|'.join(SCRIPTS)})\.py ([^`\n]*)`")

@@ -3,13 +3,14 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.config.load import preset_targets
 from specrl_jax.runtime.hardware import CHIPS, Chip, chip_of
 
@@ -18,6 +19,9 @@ from . import machine_code
 DESCRIPTIONS = Path(__file__).parent / "gpus"
 TPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "tpu")
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "gpu")
+CHIPS_OF_HOST = 4  # of a TPU
+PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # v4, v5p; larger ones have multiples of 4
 EXAMPLES = "v5e:2x2, v6e:4x4, v5p:4x4x4, h100 or h100:8"
 LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable that libtpu reads
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -38,6 +42,11 @@ class Target:
     def platform(self) -> str:
         return self.chip.platform
 
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(int(size) for size in self.topology.split("x"))
+
 
 def parse(name: str) -> Target:
     """Returns the target of a name.
@@ -53,6 +62,23 @@ def parse(name: str) -> Target:
         return Target(name, CHIPS[chip], f"1x1x{rest or 1}")
     raise ConfigError(f"target = {name!r}: give a TPU of {', '.join(TPUS)} with its topology or a "
                       f"GPU of {', '.join(GPUS)} with their number, such as {EXAMPLES}")
+
+
+def hosts(target: Target) -> int:
+    """Returns the hosts of a target, with 4 chips of a TPU each; topologies of one chip and GPUs
+    have one. Raises ConfigError if GKE has no such topology.
+
+    cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus; hosts of 8 chips are left out.
+    """
+    if target.platform == "gpu":
+        return 1
+    sizes = [int(size) for size in target.topology.split("x")]
+    flat = target.chip.name in ("v5e", "v6e")
+    known = target.topology in (PLANES if flat else CUBES) or not flat and (
+        len(sizes) == 3 and sizes == sorted(sizes) and not any(size % 4 for size in sizes))
+    check(known, "target", target.name, "GKE has no such topology; give one of " + (
+        ", ".join(PLANES) if flat else f"{', '.join(CUBES)}, or multiples of 4 in rising order"))
+    return max(target.size // CHIPS_OF_HOST, 1)
 
 
 def check_packages(target: Target) -> None:
