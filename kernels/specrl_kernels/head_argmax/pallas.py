@@ -19,15 +19,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured, metadata
 from specrl_kernels.gumbel_argmax import Drawn, first_id, scale_of
-from specrl_kernels.gumbel_argmax.drawn import finish
-from specrl_kernels.gumbel_argmax.xla import lowest
+from specrl_kernels.head_argmax.parts import LOWEST, Parts, draw
 from specrl_kernels.noise import exponential_of, row_words
 
 LANES, SUBLANES = 128, 8
 LEAST = 16  # lanes that a position group takes at least
 BLOCK_BYTES = 4 << 20  # of the head in VMEM, twice
 VMEM_LIMIT = 64 << 20
-LOWEST = -3e38  # below every score; finite, so that differences are numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,7 @@ def head_argmax_pallas(hidden: jax.Array, head: jax.Array, temperature: jax.Arra
     first = first_id(vocab, axis)
     state = jax.ShapeDtypeStruct((groups, SUBLANES, LANES), jnp.float32)
     whole = pl.BlockSpec((groups, SUBLANES, LANES), lambda *_: (0, 0, 0))
-    best, token, score, top, total = pl.pallas_call(
+    found = pl.pallas_call(
         functools.partial(_kernel, vocab=vocab, block=config.block, lanes=lanes),
         out_shape=[state, jax.ShapeDtypeStruct(state.shape, jnp.int32), state, state, state],
         interpret=target.interpret, name="head_argmax",
@@ -82,16 +80,7 @@ def head_argmax_pallas(hidden: jax.Array, head: jax.Array, temperature: jax.Arra
         a = a.reshape(groups, SUBLANES * parts, LANES // parts)
         return jnp.moveaxis(a, 1, 2).reshape(-1, SUBLANES * parts)[:width]
 
-    best, token, score, top, total = map(by_position, (best, token, score, top, total))
-    if axis is not None:
-        best, token, score, top, total = (jax.lax.all_gather(x, axis, axis=1, tiled=True)
-                                          for x in (best, token, score, top, total))
-    highest = top.max(1, keepdims=True)
-    total = (total * jnp.exp(top - highest)).sum(1)
-    rank, token_of = lowest(-best, token, 1)
-    score = jnp.where(token == token_of, score, -jnp.inf).max(1, keepdims=True) - highest
-    raced = jnp.where(greedy[:, None], score, -rank - highest)
-    return finish(raced, token_of, score, total, greedy, None)
+    return draw(Parts(*map(by_position, found)), greedy, axis)
 
 
 def heuristic(token_bytes: int) -> Config:
