@@ -12,7 +12,7 @@ import pytest
 from . import hardware, standalone
 
 FILES = [f"tests/kernels/test_{name}.py" for name in (
-    "tree_attention", "gumbel_argmax", "noise", "attention_parts")]
+    "tree_attention", "gumbel_argmax", "head_argmax", "noise", "attention_parts")]
 TINY = "repeatable"
 
 

@@ -7,6 +7,7 @@ HEADS = {
     "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128), "Qwen2.5-7B": (28, 4, 128),
     "SmolLM2-135M": (9, 3, 64), "SmolLM2-1.7B": (32, 32, 64), "Gemma-2-2B": (8, 4, 256),
     "tiny": (4, 2, 16)}
+FEATURES = {"Qwen2.5-0.5B": 896, "Qwen2.5-7B": 3584, "SmolLM2-135M": 576, "tiny": 64}
 VOCABULARY = {"Qwen2.5": 151936, "SmolLM2": 49152, "tiny": 300}
 
 
@@ -45,6 +46,23 @@ class DrawShape:
         return f"{self.model} vocabulary, {self.positions} positions, {self.count} candidates"
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """The perturbed argmax of the logits of an output head."""
+
+    model: str
+    positions: int
+
+    @property
+    def vocabulary(self) -> int:
+        return VOCABULARY[self.model.partition("-")[0]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} head, {self.positions} positions"
+
+
+Shape = TreeShape | DrawShape | HeadShape
 _BIG, _SMALL = "Qwen2.5-7B", "SmolLM2-135M"
 ACCELERATOR_TREES = (
     *(TreeShape(_BIG, *at) for at in (
@@ -65,5 +83,10 @@ ACCELERATOR_DRAWS = tuple(DrawShape("Qwen2.5", *at) for at in (
     (1, 1), (64, 1), (64, 4), (256, 1), (1024, 1), (1024, 4)))
 CPU_DRAWS = tuple(DrawShape("SmolLM2", *at) for at in ((1, 1), (16, 1), (64, 1), (64, 4)))
 TINY_DRAWS = (DrawShape("tiny", 4, 2),)
-SETS = {"accelerator": (*ACCELERATOR_TREES, *ACCELERATOR_DRAWS), "cpu": (*CPU_TREES, *CPU_DRAWS),
-        "tiny": (*TINY_TREES, *TINY_DRAWS)}
+ACCELERATOR_HEADS = tuple(HeadShape(model, positions) for model in ("Qwen2.5-0.5B", _BIG)
+                          for positions in (1, 16, 64, 128))
+CPU_HEADS = (HeadShape(_SMALL, 16),)
+TINY_HEADS = (HeadShape("tiny", 4),)
+SETS = {"accelerator": (*ACCELERATOR_TREES, *ACCELERATOR_DRAWS, *ACCELERATOR_HEADS),
+        "cpu": (*CPU_TREES, *CPU_DRAWS, *CPU_HEADS),
+        "tiny": (*TINY_TREES, *TINY_DRAWS, *TINY_HEADS)}

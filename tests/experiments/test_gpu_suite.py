@@ -53,7 +53,7 @@ def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> d
 def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     actual = tiny(environment, path, "kernels", "--repeats=2")
-    assert len(actual["cases"]) == 4 and "/" not in actual["command"].replace("experiments/", "")
+    assert len(actual["cases"]) == 5 and "/" not in actual["command"].replace("experiments/", "")
     for name, case in actual["cases"].items():
         assert case["bytes"] > 0 and case["times_faster"] > 0, name
         timed = [who for who, one in case["contenders"].items() if "seconds" in one]
