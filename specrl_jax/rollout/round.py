@@ -243,9 +243,9 @@ def forward(decoder: Decoder, weights: Weights, state: RolloutState, frontier: F
 
 
 def _draws_from_head(decoder: Decoder) -> bool:
-    """Returns whether logits need not be stored: a TPU has a kernel that draws without them."""
+    """Returns whether logits need not be stored: TPUs and GPUs have kernels that draw without."""
     return (RULES.resolve(decoder.rule).draws_from_head and not decoder.truncates
-            and decoder.repetition_penalty == 1 and traced_device().platform == "tpu")
+            and decoder.repetition_penalty == 1 and traced_device().platform in ("tpu", "gpu"))
 
 
 @jax.named_scope("draw")

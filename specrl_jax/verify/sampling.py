@@ -80,7 +80,7 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
 
 
 def draw_from_head(head: Head, temperature: Array, key: Array, position: Array) -> Draw:
-    """Returns `draw`, without truncation, of a head's logits; a TPU's kernel stores none."""
+    """Returns `draw`, without truncation, of a head's logits; kernels store none."""
     rows, whole = (temperature, key, position), PartitionSpec()
 
     def part(axis: str | None, hidden: Array, weights: Array, rows: tuple[Array, Array, Array]

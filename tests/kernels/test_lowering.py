@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.head_argmax import head_argmax
 from specrl_kernels.tree_attention import Prefix, tree_attention
 
 # (query heads, key-value heads, head size)
@@ -75,11 +76,16 @@ def no_device(implementation: str) -> Iterator[None]:
 
 
 def lower(implementation: str, args: dict[str, Any], **options: Any) -> str:
-    """The exported module of `tree_attention`; Triton's custom call has no promise to stay."""
+    """The exported module of `tree_attention`."""
+    return exported(implementation, tree_attention, args, scale=0.1, **options)
+
+
+def exported(implementation: str, function: Any, args: dict[str, Any], **options: Any) -> str:
+    """A call's exported module; Triton's custom call has no promise to stay."""
     platform, target = TARGETS[implementation]
-    call = jax.jit(lambda a: tree_attention(
+    call = jax.jit(lambda a: function(
         **a, implementation=implementation, platform="gpu" if platform == "cuda" else platform,
-        scale=0.1, **options))
+        **options))
     with no_device(implementation):
         module = jax.export.export(call, platforms=[platform], disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(target + version)
@@ -132,3 +138,16 @@ def test_too_many_segments_for_vmem_are_refused() -> None:
              for name in ("cache_k", "cache_v")}
     with pytest.raises(Unsupported, match="64 segments .* do not fit into VMEM"):
         lower("pallas", args)
+
+
+@pytest.mark.parametrize("features,vocab,width,dtype", [
+    (896, 151936, 16, jnp.bfloat16), (3584, 75968, 128, jnp.bfloat16), (640, 49152, 1, jnp.float32),
+    (1536, 2047, 130, jnp.float32)])
+def test_draw_from_a_head_lowers(features: int, vocab: int, width: int, dtype: Any) -> None:
+    """For a TPU `test_compiled_for_tpu.py` compiles it."""
+    of, implementation = jax.ShapeDtypeStruct, "pallas_triton"
+    text = exported(implementation, head_argmax, {
+        "hidden": of((features, width), dtype), "head": of((vocab, features), dtype),
+        "temperature": of((width,), jnp.float32), "key": of((width, 2), jnp.uint32),
+        "position": of((width,), jnp.int32)})
+    assert text.count("custom_call @" + TARGETS[implementation][1]) == 1

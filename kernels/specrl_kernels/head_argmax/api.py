@@ -9,7 +9,9 @@ from specrl_kernels.dispatch import Interpret, kernel
 from specrl_kernels.gumbel_argmax import Drawn
 from specrl_kernels.head_argmax.xla import head_argmax_xla
 
-IMPLEMENTATIONS = {"pallas": kernel("head_argmax", "pallas", "tpu"), "xla": head_argmax_xla}
+IMPLEMENTATIONS = {"pallas": kernel("head_argmax", "pallas", "tpu"),
+                   "pallas_triton": kernel("head_argmax", "pallas_triton", "gpu"),
+                   "xla": head_argmax_xla}
 """In the order in which they are tried."""
 
 
