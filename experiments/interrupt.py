@@ -31,7 +31,7 @@ def stops(say: Callable[[], str], saves: Callable[[], bool] | None = None) -> It
     """Ends the process with EXIT_STOPPED on Ctrl-C or SIGTERM. For the main thread.
 
     Args:
-      say: returns the line to print; called after the signal, from any thread.
+      say: returns the line to print, and may wait; called after the signal, from any thread.
       saves: called on SIGTERM; returns whether the program will save and end by itself.
     """
     once, stopping = threading.Lock(), threading.Event()

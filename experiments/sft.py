@@ -19,7 +19,8 @@ from interrupt import stops
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.checkpoint import resume
-from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
+from specrl_jax.checkpoint.checkpoints import Checkpoints
+from specrl_jax.checkpoint.steps import how_to_go_on
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.metrics import run_files
 from specrl_jax.metrics.progress import Progress
@@ -38,15 +39,9 @@ HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss
 
 
 def main(config: Config, workdir: Path) -> int:
-    with stops(functools.partial(_how_to_resume, workdir)):
+    with stops(functools.partial(how_to_go_on, workdir)):
         _fine_tune(config, workdir)
     return 0
-
-
-def _how_to_resume(workdir: Path) -> str:
-    steps = list_steps(workdir / CHECKPOINTS)
-    kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
-    return f"stopped; {kept}: run the same command again to go on"
 
 
 def _fine_tune(config: Config, workdir: Path) -> None:
@@ -101,6 +96,7 @@ def _run(trainer: Supervised, workdir: Path, checkpoints: Checkpoints) -> None:
     with Progress(config.steps, trainer.step_number) as progress, run_files.Writer(
             workdir, trainer.step_number, progress.warn, config.track) as writer:
         while trainer.step_number < config.steps:
+            checkpoints.check()
             record, samples = trainer.step()
             done = trainer.step_number
             diverged = trainer.bad_steps >= config.learner.max_bad_steps

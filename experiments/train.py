@@ -3,8 +3,9 @@
     python experiments/train.py                              # the smollm2 preset
     python experiments/train.py --config=tiny --workdir=runs/x --config.seed=1
 
-The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop at once; with
---distributed, SIGTERM to any process lets all save after the step that is running, and end.
+The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop at once, or after a
+save in flight; with --distributed, SIGTERM to any process lets all save after the step that is
+running, and end.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax
 from absl import flags
 from interrupt import EXIT_STOPPED, stops
 
-from specrl_jax.checkpoint.checkpoints import list_steps
+from specrl_jax.checkpoint.steps import how_to_go_on, list_steps
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.metrics.report import REPORT, write_report
 from specrl_jax.runtime import processes
@@ -67,13 +68,13 @@ def _join() -> None:
 def main(config: Config, workdir: Path) -> int:
     preemption = Preemption() if DISTRIBUTED.value else None
     saves = preemption.note if preemption else None
-    with stops(functools.partial(_how_to_go_on, workdir), saves), processes.ending_together():
+    with stops(functools.partial(how_to_go_on, workdir), saves), processes.ending_together():
         use_persistent_cache()
         _join()
         complete = not train(config, workdir, functools.partial(_preempted, preemption),
                              PROFILE.value)
         if preemption and preemption.asked:
-            print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
+            print(f"\n{how_to_go_on(workdir)}", file=sys.stderr)
             return EXIT_STOPPED
         if complete:
             print(f"{workdir}: the run is complete ({list_steps(workdir / CHECKPOINTS)[-1]} "
@@ -94,12 +95,6 @@ def _preempted(preemption: Preemption | None) -> bool:
     if stop:  # else left as it is: the signal may have come while the processes agreed
         preemption.asked = True
     return stop
-
-
-def _how_to_go_on(workdir: Path) -> str:
-    steps = list_steps(workdir / CHECKPOINTS)
-    kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
-    return f"stopped; {kept}: run the same command again to go on"
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import config_flags
 from absl import flags
 from interrupt import stops
 
-from specrl_jax.checkpoint.checkpoints import list_steps
+from specrl_jax.checkpoint.steps import how_to_go_on
 from specrl_jax.config import Config
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.model.source import open_actor
 from specrl_jax.runtime.compilation import use_persistent_cache
-from specrl_jax.runtime.paths import CHECKPOINTS, local_path
+from specrl_jax.runtime.paths import local_path
 
 DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string,
           bool: flags.DEFINE_bool}
@@ -37,7 +37,7 @@ ACTOR_STEP = flags.DEFINE_integer("actor_step", None, "with --actor, its weights
 
 def main(config: Config, workdir: Path) -> int:
     """Trains the drafter; returns the exit status."""
-    with stops(functools.partial(_how_to_resume, workdir)):
+    with stops(functools.partial(how_to_go_on, workdir, "finished rollouts are kept")):
         options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
         run = ACTOR.value and local_path("--actor", ACTOR.value)
         actor = open_actor(config, run, ACTOR_STEP.value)
@@ -47,12 +47,6 @@ def main(config: Config, workdir: Path) -> int:
                   f"--workdir")
         print(f"the drafter is in {workdir / DRAFTER}")
     return 0
-
-
-def _how_to_resume(workdir: Path) -> str:
-    steps = list_steps(workdir / CHECKPOINTS)
-    kept = f"checkpoint {steps[-1]} is good" if steps else "finished rollouts are kept"
-    return f"stopped; {kept}: run the same command again to continue"
 
 
 if __name__ == "__main__":

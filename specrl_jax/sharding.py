@@ -29,6 +29,7 @@ from specrl_jax.structs import PyTree
 T = TypeVar("T")
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
 TENSOR = "tensor"  # the mesh axis that splits a model
+HOST = "pinned_host"  # JAX's name of the memory of hosts
 FSDP = "fsdp"  # the mesh axis that splits the learner's parameters
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...]]
 ROLLOUT_RULES: Rules = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}

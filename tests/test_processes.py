@@ -1,5 +1,6 @@
 """Several processes of one run judge each answer once, stop together and wait aloud."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -79,6 +80,25 @@ def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
     assert saved == len(read_metrics(run)) > 1
     assert saved <= sent + 10, "it is obeyed after the step, whatever else the machine does"
     assert all(f"stopped; checkpoint {saved} is good" in text for text in told)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("full", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_full_disk_of_one_process_ends_both_and_keeps_what_is_complete(
+        tmp_path: Path, full: int) -> None:
+    """Its part of a checkpoint cannot be written, while the other writes its own."""
+    run = tmp_path / "run"
+    started = start_two(run, *SIZES, "--config.steps=100000", "--config.checkpoint_every=3")
+    while not list_steps(run / "checkpoints"):
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.05)
+    resource.prlimit(started[full].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    told = ends(started)
+    assert started[full].returncode == 2 and started[1 - full].returncode != 0, told
+    last = told[full].splitlines()[-1]
+    assert last.startswith("error: ") and "File too large" in last, told
+    assert "Traceback" not in told[full]
+    assert list_steps(run / "checkpoints")
 
 
 AGREED = """

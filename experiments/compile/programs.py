@@ -184,7 +184,7 @@ def device_bytes(tree: PyTree) -> int:
     """Returns the bytes of abstract arrays in the memory of one device; what lies in the host's is
     not among them."""
     return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)
-               if leaf.sharding is None or leaf.sharding.memory_kind != policy.HOST)
+               if leaf.sharding is None or leaf.sharding.memory_kind != sharding.HOST)
 
 
 def _leaf_bytes(leaf: Any) -> int:

@@ -1,21 +1,20 @@
-"""Checkpoints of a run: Orbax steps with checksums of their files.
+"""Checkpoints of a run: Orbax steps with checksums of their files, written in the background.
 
-Orbax writes a step under a temporary name and renames it when it is complete, so a killed save
-leaves nothing that looks like a checkpoint. It does not notice later damage: it restores a flipped
-bit in an array or in the JSON item silently, and most other damage raises a bare `Exception`. So
-checksums of a step's files are written just before the rename, and are compared before Orbax reads
-anything.
+Orbax writes a step under a temporary name. When all files are there, their checksums are written,
+then Orbax's commit file, and the directory gets its name: one that has its name has both, and a
+killed save leaves nothing that looks like a checkpoint. Orbax does not notice later damage: it
+restores a flipped bit in an array or in the JSON item silently, and most other damage raises a bare
+`Exception`. So checksums are compared before Orbax reads anything.
 
 A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/`
-(JSON), `checksums.json`, and `checksums/`, the empty item whose end writes them.
+(JSON), `checksums.json`, and Orbax's own files.
 """
 
 import contextlib
-import itertools
 import json
-import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -26,35 +25,37 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.checkpoint.orbax_setup import (
-    ChecksumSave,
+    UNCHECKED,
+    apart,
     array_handler,
-    handlers,
+    async_checkpointer,
+    host_bytes,
     literal,
     quiet_orbax,
 )
+from specrl_jax.checkpoint.steps import (
+    NONE,
+    PARTIAL,
+    SAVE,
+    list_steps,
+    named_steps,
+    newest_intact,
+    remove,
+    remove_failed,
+    remove_partial,
+)
 from specrl_jax.config import ConfigError
-from specrl_jax.runtime.files import CHECKSUMS, damage
+from specrl_jax.runtime.files import CHECKSUMS, damage, write_checksums
 from specrl_jax.runtime.paths import writing
 from specrl_jax.runtime.stderr import warn as loud
-from specrl_jax.structs import Json, PyTree
+from specrl_jax.structs import Json, PyTree, ignore
 
-NONE = -1  # no intact checkpoint
 BEST = "best"  # of a checkpoint's meta: the best evaluation so far, with its "step"
 DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
-REMOVALS, REMOVAL_SECONDS = 20, 0.1  # attempts to remove a failed save, and between them
 
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written or read; the message names it, the reason and a way out."""
-
-
-def list_steps(directory: str | Path) -> list[int]:
-    """Returns the steps of complete checkpoints, ascending; their checksums are not compared."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir()
-                  if path.name.isdecimal() and damage(path, contents=False) is None)
 
 
 def describe(tree: PyTree) -> dict[str, list[Any]]:
@@ -82,17 +83,6 @@ def _savable(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
 
 
-class _Preserved:
-    """Orbax's preservation policy: the newest `keep` checkpoints and the best one."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep, self.best = keep, NONE
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        newest = sorted(info.step for info in checkpoints)[-self._keep:]
-        return [info.step in (*newest, self.best) for info in checkpoints]
-
-
 class CheckpointReader(Protocol):
     """What a trainer restores from; `Checkpoints` is one."""
 
@@ -103,81 +93,114 @@ class CheckpointReader(Protocol):
 class Checkpoints:
     """The checkpoints of one run. A context manager; every process makes the same calls.
 
-    Saving is synchronous: when `save` returns, the checkpoint is complete under its final name.
-    Only then are older ones beyond `keep` deleted, but for the best one. Files of killed saves are
-    removed in the background after the directory is opened, and before the next save.
+    Saving is asynchronous, with one save in flight: `save` waits for the one before, copies the
+    arrays to the host and returns. The end of the block waits for the last. What killed saves and
+    removals left is removed at its start.
     """
 
     def __init__(self, directory: str | Path, keep: int,
                  warn: Callable[[str], None] = loud) -> None:
         """Args: directory, created if missing; keep, checkpoints kept; warn, gets warnings."""
-        self.directory, self._warn = Path(directory).absolute(), warn
-        self._preserved = _Preserved(keep)
+        self.directory, self._keep, self._warn = Path(directory).absolute(), keep, warn
+        self._save: Future[None] | None = None  # the one in flight
+        self._writing = NONE  # its step
 
     def __enter__(self) -> "Checkpoints":
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._preserved, cleanup_tmp_directories=True,
-            enable_async_checkpointing=False, atomicity_options=ocp.options.AtomicityOptions(
-                mode=ocp.options.AtomicityMode.ATOMIC_RENAME))
         with contextlib.ExitStack() as stack:
             self._failed = stack.enter_context(quiet_orbax())
             with writing(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                stack.enter_context(literal(self.directory)), handler_registry=handlers(),
-                options=options)
-            stack.callback(self._manager.close)
+                if jax.process_index() == 0:
+                    remove_partial(self.directory)
+            self._place = stack.enter_context(literal(self.directory))
+            self._checkpointer = stack.enter_context(async_checkpointer(self._write_checksums))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
+        with self._stack:
+            try:
+                self.finish()
+            except ConfigError as failure:
+                if kind is None:
+                    raise
+                self._warn(str(failure))  # it must not hide the error that ended the run
 
-    def save(self, step: int, arrays: PyTree, meta: Json) -> None:
-        """Writes the checkpoint of `step` completed steps.
+    def save(self, step: int, arrays: PyTree, meta: Json, complete: Callable[[], None] = ignore
+             ) -> int:
+        """Begins the checkpoint of `step` completed steps; returns the bytes of its host copy.
 
         Args:
           step: larger than every step saved so far.
-          arrays: dict of pytrees of jax or numpy arrays.
+          arrays: dict of pytrees of jax or numpy arrays; they may be donated after the call.
           meta: JSON values (tuples come back as lists, keys as strings); meta[BEST]["step"] is the
             checkpoint to keep besides the newest.
+          complete: called in a thread of process 0 when the checkpoint is complete, before older
+            ones are removed.
 
         Raises:
-          CheckpointError: it cannot be written; the earlier checkpoints are untouched.
+          CheckpointError: it or the one before cannot be written; the earlier checkpoints are
+            untouched.
           TypeError: `meta` holds a value that JSON has not.
         """
-        newest = self._manager.latest_step()
-        if newest is not None and newest >= step:
+        self.finish()
+        newest = max(named_steps(self.directory), default=NONE)
+        if newest >= step:
             raise CheckpointError(f"{self.directory}: checkpoint {step} would not be the newest, "
                                   f"{newest} exists: resume from it or choose another directory")
         arrays = jax.tree.map(_savable, arrays)
-        note = {"meta": meta, "leaves": describe(arrays)}
-        json.dumps(note)
-        self._preserved.best = meta.get(BEST, {}).get("step", NONE)
+        note = json.loads(json.dumps({"meta": meta, "leaves": describe(arrays)}))
+        self._writing = step
+        with self._saving(step):
+            self._checkpointer.save(self._place / str(step), ocp.args.Composite(
+                state=ocp.args.PyTreeSave(jax.tree.map(apart, arrays)),
+                meta=ocp.args.JsonSave(note)))
+        pool = ThreadPoolExecutor(1, SAVE)
+        self._save = pool.submit(self._complete, step, meta.get(BEST, {}).get("step", NONE),
+                                 complete)
+        pool.shutdown(wait=False)
+        return host_bytes(arrays)
+
+    def check(self) -> None:
+        """Raises CheckpointError if the save in flight has failed."""
+        if self._save is not None and self._save.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save in flight, if any. Raises CheckpointError if it fails."""
+        if self._save is not None:
+            wait([self._save])
+            save, self._save = self._save, None
+            save.result()
+
+    def _write_checksums(self) -> None:
+        write_checksums(self.directory / f"{self._writing}{PARTIAL}", UNCHECKED)
+
+    def _complete(self, step: int, best: int, complete: Callable[[], None]) -> None:
+        """Waits until a checkpoint is complete; then process 0 removes old ones."""
+        with self._saving(step):
+            self._checkpointer.wait_until_finished()
+        if jax.process_index() == 0:
+            complete()
+            steps = named_steps(self.directory)
+            with writing(self.directory):
+                for old in sorted({*steps} - {*steps[-self._keep:], best}):
+                    remove(self.directory / str(old))
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Raises CheckpointError if the block cannot write a checkpoint, and removes it."""
         try:
-            self._manager.save(step, force=True, args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note),
-                checksums=ChecksumSave()))
+            yield
         except (OSError, ValueError) as error:
             self._failed()
-            self._remove_partial(step)
+            remove_failed(self.directory / str(step))
             kept = ", ".join(map(str, list_steps(self.directory))) or "none"
             raise CheckpointError(
                 f"{self.directory / str(step)}: the checkpoint could not be written "
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
-
-    def _remove_partial(self, step: int) -> None:
-        """Removes what a failed save left, at once: other writes of the save may still be running.
-        """
-        for _ in range(REMOVALS):
-            left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
-            if not left:
-                return
-            for path in left:
-                shutil.rmtree(path, ignore_errors=True)
-            time.sleep(REMOVAL_SECONDS)
 
     def restore_latest(self, abstract: PyTree, required: Collection[str] | None = None
                        ) -> tuple[int, PyTree, Json] | None:
@@ -195,10 +218,10 @@ class Checkpoints:
         Raises:
           CheckpointError: the newest intact one holds other leaves than `abstract`.
         """
-        step = self._newest_intact() if jax.process_index() == 0 else 0
+        self.finish()
+        step = newest_intact(self.directory, self._warn) if jax.process_index() == 0 else 0
         if jax.process_count() > 1:
             step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-        self._manager.reload()
         if step == NONE:
             return None
         step_dir = self.directory / str(step)
@@ -210,30 +233,9 @@ class Checkpoints:
             saved = {name: leaf for name, leaf in saved.items() if name.split("/")[0] not in out}
             abstract = {key: part for key, part in abstract.items() if key not in out}
         check_leaves(step_dir, saved, describe(abstract))
-        restored: Any = self._manager.restore(step, args=ocp.args.Composite(
+        restored: Any = self._checkpointer.restore(self._place / str(step), ocp.args.Composite(
             state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
         return step, restored.state, restored.meta["meta"]
-
-    def _newest_intact(self) -> int:
-        steps = sorted((int(path.name) for path in self.directory.iterdir()
-                        if path.name.isdecimal()), reverse=True)
-        for i, step in enumerate(steps):
-            step_dir = self.directory / str(step)
-            reason = damage(step_dir)
-            if reason is None:
-                return step
-            aside = _set_aside(step_dir)
-            then = (f"falling back to checkpoint {steps[i + 1]}" if i + 1 < len(steps) else
-                    "no checkpoint is left: restarting at step 0, the lines of all steps are "
-                    "removed")
-            self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
-        return NONE
-
-
-def _set_aside(step_dir: Path) -> Path:
-    names = (f"{step_dir.name}.damaged{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
-    targets = (step_dir.with_name(name) for name in names)
-    return step_dir.rename(next(target for target in targets if not target.exists()))
 
 
 @contextlib.contextmanager

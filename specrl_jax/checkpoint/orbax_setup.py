@@ -1,4 +1,4 @@
-"""How this package uses Orbax: with checksums, quietly, below names of any kind."""
+"""How this package uses Orbax: in the background, quietly, below names of any kind."""
 
 import contextlib
 import glob
@@ -14,45 +14,53 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from specrl_jax.runtime.files import write_checksums
+from specrl_jax import sharding
+from specrl_jax.structs import PyTree
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+SECONDS = 24 * 3600  # that one save may last; the heartbeats of JAX notice a lost process earlier
 
 
-class ChecksumHandler(ocp.CheckpointHandler):
-    """The last item of a step: writes the checksums of all others once they are complete.
-
-    Orbax calls `finalize` in one process, item by item in the order of the registry, and renames
-    the step's directory only then. So a complete checkpoint has its checksums.
-    """
-
-    def save(self, directory: Any, args: "ChecksumSave") -> None:
-        """Writes nothing: the files are not complete yet."""
-
-    def restore(self, directory: Any, args: Any = None) -> None:
-        """Reads nothing: `damage` of runtime/files.py compares the checksums."""
-
-    def finalize(self, directory: Any) -> None:
-        """Writes the checksums of the step that has the item `directory`."""
-        write_checksums(Path(directory).parent, UNCHECKED)
-
-
-@ocp.args.register_with_handler(ChecksumHandler, for_save=True)
-class ChecksumSave(ocp.args.CheckpointArgs):
-    """Asks for a step's checksums."""
+def async_checkpointer(written: Callable[[], None]) -> ocp.AsyncCheckpointer:
+    """Returns what saves steps in the background; it calls `written` in process 0 when all files
+    of a step are written, before it commits the step."""
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(handler_registry=handlers()),
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=SECONDS, post_finalization_callback=written),
+        atomicity_options=ocp.options.AtomicityOptions(
+            mode=ocp.options.AtomicityMode.ATOMIC_RENAME))
 
 
 def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """Returns what writes and reads the items of a step, the checksums last."""
+    """Returns what writes and reads the items of a step."""
     registry, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
     registry.add("state", ocp.args.PyTreeSave, arrays)
     registry.add("state", ocp.args.PyTreeRestore, arrays)
     meta = ocp.JsonCheckpointHandler()
     registry.add("meta", ocp.args.JsonSave, meta)
     registry.add("meta", ocp.args.JsonRestore, meta)
-    registry.add("checksums", ChecksumSave, ChecksumHandler())
     return registry
+
+
+def apart(leaf: Any) -> Any:
+    """Returns a leaf, or a copy if it is in host memory: Orbax writes from there without a copy of
+    its own, while a step may donate the array."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == sharding.HOST:
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
+    return leaf
+
+
+def host_bytes(arrays: PyTree) -> int:
+    """Returns the bytes that this process copies to host memory when it saves arrays."""
+    def size(leaf: Any) -> int:
+        if isinstance(leaf, jax.Array):
+            return sum(shard.data.nbytes for shard in leaf.addressable_shards
+                       if shard.replica_id == 0)
+        return np.asarray(leaf).nbytes
+
+    return sum(map(size, jax.tree.leaves(arrays)))
 
 
 @contextlib.contextmanager
@@ -104,9 +112,10 @@ def literal(directory: Path) -> Iterator[Path]:
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     # By default Orbax slices replicated arrays so that all replicas write a part, which compiles
     # a program for each sharding in the middle of a run. Compressed, weights are 7 % smaller, and
-    # saving them takes up to as much memory again as they do.
+    # saving them takes up to as much memory again as they do. On a CPU, Orbax would write from the
+    # arrays themselves, which keeps them from being donated, unless it copies them as on a GPU.
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False,
+        use_compression=False, enable_pinned_host_transfer=jax.default_backend() != "tpu",
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (np.ndarray, ocp.type_handlers.NumpyHandler()),
             (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))))

@@ -259,6 +259,7 @@ def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: run_f
     """Runs the remaining updates, with their metrics, evaluations and checkpoints."""
     options = trainer.options
     while trainer.step_number < options.steps:
+        checkpoints.check()
         record, seen = trainer.step()
         done = trainer.step_number
         last = done == options.steps

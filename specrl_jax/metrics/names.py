@@ -133,6 +133,9 @@ METRICS = tuple(Metric(*row) for row in (
     ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),
     ("time/eval", "s", "the evaluation after the step, no part of time/step", "",
      "timing_s/testing"),
+    ("time/save", "s", "the checkpoint before the step, no part of time/step: copying it to host "
+     "memory, and waiting for the save before; it is written in the background", "",
+     "timing_s/save_checkpoint"),
     ("time/distill", "s", "training and checks of the drafter"),
     ("time/distill_updates", "s", "updates of the drafter, a part of time/distill"),
     ("time/speculation_net", "s", "running sum of time/saved minus time/distill"),
@@ -141,6 +144,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("time/unix", "s", "Unix time at which the step ended"),
     ("memory/peak_bytes", "bytes", "peak resident memory of the process", "",
      "perf/max_memory_allocated_gb (device)"),
+    ("memory/save_bytes", "bytes", "the process's copy of the checkpoint before the step in host "
+     "memory, until it is written"),
     ("compilations", "count", "programs compiled in the step; 0 after warm-up"),
     ("checksum/policy", "", "checksum of the weights that sampled"),
     ("checksum/drafter", "", "checksum of the drafter's weights"),

@@ -22,7 +22,6 @@ from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.runtime.hardware import chip_of
 from specrl_jax.structs import Metrics, Params, Rollout
 
-HOST = "pinned_host"  # JAX's name of the memory of learner.optimizer_offload
 MATRIX_UNIT = 128  # columns of a TPU's smallest
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
@@ -39,7 +38,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
                           described, shardings, is_leaf=architecture.is_param)
     shapes = jax.eval_shape(make_optimizer(config.learner).init, params)
     if config.learner.optimizer_offload:
-        moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
+        moments = jax.tree.map(lambda to: to.with_memory_kind(sharding.HOST), moments)
     of_param = {path: (p.shape, to) for (path, p), to in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(moments), strict=True)}
 

@@ -1,6 +1,7 @@
 """A run: RL steps with files, checkpoints and progress, resumable."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     """Runs `train` as a generator, which yields before each step.
 
     The machine is idle there, so that several runs can take turns and be timed step by step; only
-    overlapped updates of a drafter may still be running.
+    overlapped updates of a drafter and a save may still be running.
     """
     began = time.perf_counter()
     sharding.all_devices()  # refused here rather than where JAX is first used
@@ -224,17 +225,21 @@ def run_steps(run: Run, state: TrainState, first: Metrics) -> Iterator[None]:
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
       RewardError: a reward failed; the same.
+      CheckpointError: a checkpoint could not be written.
     """
     config, saved = run.trainer.config, state.step
     while state.step < config.steps:
+        run.checkpoints.check()
         if run.stop():
-            return save(run, state, saved)
+            save(run, state, saved)
+            return
         yield
         try:
             state, record, samples = run.trainer.step(state, run.progress.rollout,
                                                       run.progress.phase)
         except RewardError as error:
             save(run, state, saved)
+            run.checkpoints.finish()
             raise _with_way_on(error, state.step) from error
         record["compilations"] = run.compilations.take()
         failure = None
@@ -251,9 +256,10 @@ def run_steps(run: Run, state: TrainState, first: Metrics) -> Iterator[None]:
         diverged = state.bad_steps >= config.learner.max_bad_steps
         due = state.step == config.steps or state.step % config.checkpoint_every == 0
         if diverged or failure or due or record.get("eval/best_step") == state.step:
-            save(run, state, saved)
+            first = save(run, state, saved)
             saved = state.step
         if failure:
+            run.checkpoints.finish()
             raise _with_way_on(failure, saved) from failure
         if diverged:
             raise TrainingError(
@@ -261,13 +267,17 @@ def run_steps(run: Run, state: TrainState, first: Metrics) -> Iterator[None]:
                 f"row were not finite; lower learner.learning_rate and start in another workdir")
 
 
-def save(run: Run, state: TrainState, saved: int) -> None:
-    """Writes a checkpoint of a state, unless that of step `saved` is the same."""
-    if saved < state.step:
-        run.writer.sync()
-        arrays, meta = to_save(run.trainer, state)
-        run.checkpoints.save(state.step, arrays, meta)
-        write_best(run.checkpoints.directory.parent, state.best)
+def save(run: Run, state: TrainState, saved: int) -> Metrics:
+    """Begins the checkpoint of a state, unless that of step `saved` is the same; returns metrics of
+    it, for the next step."""
+    if saved == state.step:
+        return {}
+    began = time.perf_counter()
+    run.writer.sync()
+    arrays, meta = to_save(run.trainer, state)
+    copied = run.checkpoints.save(state.step, arrays, meta, functools.partial(
+        write_best, run.checkpoints.directory.parent, state.best))
+    return {"time/save": time.perf_counter() - began, "memory/save_bytes": copied}
 
 
 def warn(record: Metrics, progress: Progress) -> None:

@@ -1,12 +1,13 @@
 """Checkpoints: what is saved comes back, and damage or a kill costs at most one of them."""
 
+import itertools
 import os
 import random
 import shutil
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 import pytest
 from helpers import HANGS
 
+from specrl_jax.checkpoint import checkpoints as checkpoint
 from specrl_jax.checkpoint.checkpoints import (
     CheckpointError,
     Checkpoints,
@@ -22,6 +24,8 @@ from specrl_jax.checkpoint.checkpoints import (
     read_meta,
     restore_part,
 )
+from specrl_jax.checkpoint.steps import PARTIAL, finish_saves
+from specrl_jax.runtime.checksum import checksum
 from specrl_jax.runtime.files import CHECKSUMS
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -65,13 +69,7 @@ def saved(original, tmp_path):
 
 
 def names(directory):
-    """The entries of a directory, once Orbax has removed what a killed save left behind."""
-    for _ in range(100 * HANGS):
-        actual = sorted(path.name for path in directory.iterdir())
-        if not any("tmp" in name for name in actual):
-            break
-        time.sleep(0.01)
-    return actual
+    return sorted(path.name for path in directory.iterdir())
 
 
 def resume(directory):
@@ -96,7 +94,7 @@ def test_old_ones_are_deleted(tmp_path, keep):
         assert checkpoints.restore_latest(abstract(tree(0))) is None
         for step in (1, 2, 30, 40):
             checkpoints.save(step, {"a": np.arange(step)}, {})
-        assert list_steps(checkpoints.directory) == [1, 2, 30, 40][-keep:]
+    assert list_steps(checkpoints.directory) == [1, 2, 30, 40][-keep:]
 
 
 def test_a_step_is_not_saved_twice_or_out_of_order(saved):
@@ -144,7 +142,7 @@ def test_a_damaged_step_is_kept_aside_and_can_be_saved_again(saved):
             checkpoints.restore_latest(abstract(tree(0)))
             assert list_steps(checkpoints.directory) == [1]
             checkpoints.save(2, tree(2), {"position": 2})
-            assert list_steps(checkpoints.directory) == [1, 2]
+        assert list_steps(saved) == [1, 2]
     assert sorted(p.name for p in saved.iterdir()) == ["1", "2", "2.damaged", "2.damaged-2"]
     assert resume(saved)[0][0] == 2
 
@@ -217,32 +215,168 @@ def run_python(code, *args, wait=True):
     return (process, *process.communicate()) if wait else process
 
 
-def test_a_kill_before_the_rename_leaves_the_last_one(saved):
-    process, _, _ = run_python("""
-        import os, sys
+PLACES = {  # in the save of checkpoint 3: the file operation, and what is there before it
+    "while it is written": ("meta/metadata", ["1", "2", "3" + PARTIAL]),
+    "before its checksums": ("checksums.json.tmp", ["1", "2", "3" + PARTIAL]),
+    "between them and the commit file": (
+        f"3{PARTIAL}/commit_success.txt", ["1", "2", "3" + PARTIAL]),
+    "between that and its name": (f"os.rename .*/3{PARTIAL} ", ["1", "2", "3" + PARTIAL]),
+    "before an old one is removed": (f"os.rename .*/1 .*/1{PARTIAL}", ["1", "2", "3"]),
+    "while an old one is removed": ("os.rmdir ", ["1" + PARTIAL, "2", "3"])}
+
+
+def kill_in_save(folder, place, count=1):
+    """Saves checkpoint 3 in a process that dies there; its status."""
+    process, _, err = run_python("""
+        import sys
         import numpy as np
-        import orbax.checkpoint as ocp
+        from kills import die_at
         from specrl_jax.checkpoint.checkpoints import Checkpoints
 
-        finalize = ocp.path.atomicity.AtomicRenameTemporaryPath.finalize
-
-        async def die(self):
-            if self.get_final().name == "3":
-                os._exit(9)
-            await finalize(self)
-
-        ocp.path.atomicity.AtomicRenameTemporaryPath.finalize = die
         with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            die_at(sys.argv[2], int(sys.argv[3]))
             checkpoints.save(3, {"a": np.arange(1000)}, {})
-    """, saved)
-    assert process.returncode == 9
-    leftovers = [p for p in saved.iterdir() if not p.name.isdecimal()]
-    assert leftovers and (leftovers[0] / CHECKSUMS).exists()
-    assert list_steps(saved) == [1, 2]
-    (step, arrays, _), lines = resume(saved)
-    assert (step, lines) == (2, [])
-    assert_same(arrays, tree(2))
+    """, folder, place, count)
+    assert err == ""
+    return process.returncode
+
+
+def assert_newest_is_good(folder):
+    """What a kill left is removed, and the newest checkpoint comes back; another can be saved."""
+    newest = list_steps(folder)[-1]
+    wanted = tree(newest) if newest < 3 else {"a": np.arange(1000)}
+    with Checkpoints(folder, keep=2, warn=pytest.fail) as checkpoints:
+        assert all(name.isdecimal() for name in names(folder))
+        step, arrays, _ = checkpoints.restore_latest(abstract(wanted))
+        assert step == newest
+        assert_same(arrays, wanted)
+        checkpoints.save(4, tree(4), {})
+    assert names(folder) == [str(newest), "4"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_save_leaves_the_last_complete_one(saved, place):
+    operation, left = PLACES[place]
+    assert kill_in_save(saved, operation) == 9
+    assert names(saved) == left and list_steps(saved)[-1] == 3 - ("3" not in left)
+    assert (saved / left[-1] / CHECKSUMS).exists() == (
+        place not in ("while it is written", "before its checksums"))
+    assert_newest_is_good(saved)
+
+
+@pytest.mark.full
+def test_a_save_killed_at_any_file_operation_leaves_a_good_one(original, tmp_path):
+    for count in itertools.count(1):
+        folder = shutil.copytree(original, tmp_path / str(count))
+        status = kill_in_save(folder, str(folder), count)
+        assert_newest_is_good(folder)
+        if status == 0:
+            break
+    assert count > 20
+
+
+class Gate:
+    """Holds what is written of checkpoints until `opened`, at the latest at the end of its block;
+    `reached` once it is held."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        write = checkpoint.write_checksums
+
+        def gated(*args):
+            self.reached.set()
+            assert self.opened.wait(HANGS)
+            write(*args)
+
+        monkeypatch.setattr(checkpoint, "write_checksums", gated)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.opened.set()
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_a_step_donates_while_the_save_before_is_written(tmp_path, monkeypatch, memory):
+    """The checkpoint holds the arrays as they were before the step, which reuses their memory."""
+    place = DEVICE.with_memory_kind(memory)
+    step = jax.jit(lambda a: a + 1, donate_argnums=0, out_shardings=place)
+    step(jax.device_put(jnp.zeros(1 << 16), place))  # compiles
+    array = jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), place)
+    before = checksum(jax.device_put(array, DEVICE))
+    with Checkpoints(tmp_path, keep=2) as checkpoints, Gate(monkeypatch) as gate:
+        assert checkpoints.save(1, {"a": array, "b": np.arange(3)}, {}) == array.nbytes + 24
+        address = array.unsafe_buffer_pointer()
+        after = step(array)
+        assert gate.reached.wait(HANGS) and list_steps(tmp_path) == []
+        assert array.is_deleted() and after.unsafe_buffer_pointer() == address
+        checkpoints.check()
+    assert checksum(restore_part(tmp_path, 1, "a")) == before != checksum(
+        jax.device_put(after, DEVICE))
+
+
+def test_arrays_of_the_host_may_change_while_they_are_written(tmp_path, monkeypatch):
+    rows, meta = np.arange(5), {"list": [1]}
+    with Checkpoints(tmp_path, keep=2) as checkpoints, Gate(monkeypatch):
+        checkpoints.save(1, {"rows": rows}, meta)
+        rows[:] = 0
+        meta["list"].append(2)
+    np.testing.assert_array_equal(restore_part(tmp_path, 1, "rows"), np.arange(5))
+    assert read_meta(tmp_path, 1) == {"list": [1]}
+
+
+def test_one_save_is_in_flight_and_older_ones_stay_until_it_ends(saved, monkeypatch):
+    order = []
+    with Checkpoints(saved, keep=2) as checkpoints, Gate(monkeypatch) as gate:
+        checkpoints.save(3, tree(3), {}, lambda: order.append(list_steps(saved)))
+        assert gate.reached.wait(HANGS)
+        next_one = threading.Thread(target=checkpoints.save, args=(4, tree(4), {}))
+        next_one.start()
+        ends = threading.Thread(target=finish_saves)  # as a signal does
+        ends.start()
+        next_one.join(0.2)
+        assert next_one.is_alive() and ends.is_alive()
+        assert names(saved) == ["1", "2", "3" + PARTIAL]
+        gate.opened.set()
+        next_one.join()
+    ends.join()
+    assert order == [[1, 2, 3]] and names(saved) == ["3", "4"]
+
+
+@pytest.mark.parametrize("ends", ["check", "save", "finish", "exit"])
+def test_a_save_that_fails_is_one_error_at_the_next_call(saved, monkeypatch, ends):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_checksums", fail)
+    with pytest.raises(CheckpointError, match="3: the checkpoint could not be written .*No space "
+                       r"left.*complete ones: 1, 2\. Free some space and resume$"):
+        with Checkpoints(saved, keep=2, warn=pytest.fail) as checkpoints:
+            checkpoints.save(3, tree(3), {})
+            finish_saves()
+            if ends == "save":
+                checkpoints.save(4, tree(4), {})
+            elif ends != "exit":
+                getattr(checkpoints, ends)()
     assert names(saved) == ["1", "2"]
+
+
+def test_another_error_waits_for_a_save_and_is_not_hidden_by_it(saved, monkeypatch):
+    gate, lines = Gate(monkeypatch), []
+    with pytest.raises(ZeroDivisionError):
+        with Checkpoints(saved, keep=2, warn=lines.append) as checkpoints:
+            checkpoints.save(3, tree(3), {})
+            threading.Timer(0.1, gate.opened.set).start()
+            raise ZeroDivisionError
+    assert names(saved) == ["2", "3"] and lines == []
+    monkeypatch.setattr(checkpoint, "write_checksums", lambda *args: open(saved / "none" / "x"))
+    with pytest.raises(ZeroDivisionError):
+        with Checkpoints(saved, keep=2, warn=lines.append) as checkpoints:
+            checkpoints.save(4, tree(4), {})
+            raise ZeroDivisionError
+    assert names(saved) == ["2", "3"] and len(lines) == 1 and "could not be written" in lines[0]
 
 
 def test_a_full_disk_is_one_clear_error(saved):
@@ -257,6 +391,7 @@ def test_a_full_disk_is_one_clear_error(saved):
             try:
                 many = np.random.default_rng(0).random((50, 10_000))
                 checkpoints.save(3, {str(i): a for i, a in enumerate(many)}, {})
+                checkpoints.finish()
             except CheckpointError as error:
                 print(error, list_steps(checkpoints.directory))
         # As TensorStore may do, too, when another write of that save has failed:

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import HANGS, ROOT
@@ -80,3 +81,31 @@ with interrupt.stops(lambda: "go on", saves):
     while True: pass
 """
     assert send(code, signal.SIGTERM, signal.SIGTERM) == (130, "busy\n", "\ngo on\n")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("script", ["train", "sft", "train_drafter"])
+def test_signal_waits_for_the_save_in_flight(tmp_path: Path, script: str) -> None:
+    """Also where Python cannot leave what it does."""
+    code = f"""
+import functools, hashlib, sys, time, interrupt, {script} as script
+import numpy as np
+from pathlib import Path
+from specrl_jax.checkpoint import checkpoints
+interrupt.GRACE = 0.1
+write = checkpoints.write_checksums
+def slow(*args):
+    sys.stdin.readline()
+    time.sleep(1)
+    write(*args)
+checkpoints.write_checksums = slow
+workdir = Path({str(tmp_path)!r})
+with interrupt.stops(functools.partial(script.how_to_go_on, workdir)):
+    with checkpoints.Checkpoints(workdir / "checkpoints", 2) as saves:
+        saves.save(1, dict(a=np.arange(3)), dict())
+        print("busy", flush=True)
+        {HOURS}
+"""
+    assert send(code, signal.SIGINT) == (
+        130, "", "waiting for the checkpoint that is being written\n\nstopped; checkpoint 1 is "
+        "good: run the same command again to go on\n")

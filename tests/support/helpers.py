@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path as File
 from typing import Any
@@ -381,10 +381,12 @@ def script_environment(devices: int = 1) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags(devices)}
 
 
-def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
-    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
+def start_training(workdir: File, *flags: str, devices: int = 1, by: Sequence[str] = ()
+                   ) -> subprocess.Popen:
+    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs. `by`
+    is a script that runs it, with flags."""
     train = str(ROOT / "experiments" / "train.py")
-    return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
+    return subprocess.Popen([sys.executable, *by, train, *SMALL, f"--workdir={workdir}", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=script_environment(devices) | {"JAX_PLATFORMS": "cpu"},
                             cwd=workdir.parent)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import kills
 import numpy as np
 import pytest
 from helpers import HANGS, kill_when, run_training, start_training
 from same_runs import assert_same_runs
 
 from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
+from specrl_jax.checkpoint.steps import PARTIAL
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.runtime.workdir import write_config
@@ -70,14 +72,33 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
     assert_same_runs(whole, workdir, STEPS)
 
 
+def kill_in_save(workdir: Path, place: str, count: int, *flags: str) -> list[int]:
+    """A run that dies there, see kills.py; the complete checkpoints after it."""
+    process = start_training(workdir, *flags, by=(str(Path(kills.__file__)), place, str(count)))
+    _, err = process.communicate(timeout=HANGS)
+    assert process.returncode == 9, err
+    return list_steps(workdir / "checkpoints")
+
+
 @pytest.mark.ci
 def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_path: Path) -> None:
+    """Before the commit file of checkpoint 4, after it, and while 2 is removed for 6."""
     workdir = tmp_path / "run"
-    for _ in range(5):
-        kill_when(start_training(workdir, *frozen(whole.parent)), lambda: saving(workdir))
-        if saving(workdir):
-            break
-    assert saving(workdir), "no kill hit a save"
+    for place, left in ((f"/4{PARTIAL}/commit_success.txt", [2]),
+                        (f"os.rename .*/4{PARTIAL} ", [2]), (f"rmtree .*/2{PARTIAL}", [4, 6])):
+        assert kill_in_save(workdir, place, 1, *frozen(whole.parent)) == left
+        assert saving(workdir)
+    run_training(workdir, *frozen(whole.parent))
+    assert saving(workdir) == []
+    assert_same_runs(whole, workdir, STEPS)
+
+
+@pytest.mark.full
+def test_a_run_killed_anywhere_in_saves_equals_one_that_was_not(
+        whole: Path, tmp_path: Path) -> None:
+    rng, workdir = random.Random(0), tmp_path / "run"
+    for _ in range(2 * KILLS):
+        kill_in_save(workdir, "/checkpoints/.+", rng.randrange(10, 50), *frozen(whole.parent))
     run_training(workdir, *frozen(whole.parent))
     assert saving(workdir) == []
     assert_same_runs(whole, workdir, STEPS)

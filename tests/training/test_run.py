@@ -1,16 +1,22 @@
 """The line that a run starts with."""
 
 import dataclasses
+import json
 import re
+import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers import HANGS
 
+from specrl_jax.checkpoint import checkpoints
 from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
+from specrl_jax.checkpoint.steps import finish_saves
 from specrl_jax.config import ConfigError, load_config
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.metrics import run_files
@@ -18,6 +24,7 @@ from specrl_jax.metrics.progress import Progress
 from specrl_jax.model.tiny import TINY
 from specrl_jax.runtime import lock
 from specrl_jax.runtime.compilation import CompilationCounter
+from specrl_jax.structs import ignore
 from specrl_jax.training import run
 
 
@@ -54,21 +61,84 @@ def saved(trainer: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"actor": np.zeros(1)}, {}
 
 
-def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None) -> None:
+def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None, every: int = 9,
+             began: Callable[[int], None] = ignore) -> None:
     """Runs four steps of a trainer that computes nothing; its reward fails at a step."""
     def step(state: Any, *_: object) -> tuple[Any, dict[str, float], list[Any]]:
+        began(state.step)
         if state.step == fails_at:
             raise RewardError("reward 'x', example 3, answer 'y': judge is down")
         return (types.SimpleNamespace(step=state.step + 1, bad_steps=0, best=None),
                 {"step": state.step, "applied": 1, "time/step": 1}, [])
 
     trainer: Any = types.SimpleNamespace(
-        config=load_config("tiny", steps=4, checkpoint_every=9), step=step)
+        config=load_config("tiny", steps=4, checkpoint_every=every), step=step)
     state: Any = types.SimpleNamespace(step=0, bad_steps=0, best=None)
-    with Checkpoints(workdir / "checkpoints", 2) as checkpoints, run_files.Writer(
+    with Checkpoints(workdir / "checkpoints", 2) as kept, run_files.Writer(
             workdir, 0) as writer, Progress(4, 0) as progress:
-        list(run.run_steps(run.Run(trainer, evaluation, checkpoints, writer, progress,
+        list(run.run_steps(run.Run(trainer, evaluation, kept, writer, progress,
                                    CompilationCounter()), state, {}))
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of step 2 ends within step 3, which ends it."""
+    monkeypatch.setattr(run, "to_save", saved)
+    write, opened = checkpoints.write_checksums, threading.Event()
+    monkeypatch.setattr(checkpoints, "write_checksums",
+                        lambda *args: opened.wait(HANGS) and write(*args))
+
+    def began(step: int) -> None:
+        if step == 3:
+            assert list_steps(tmp_path / "checkpoints") == []
+            opened.set()
+
+    steps_of(tmp_path, every=2, began=began)
+    assert list_steps(tmp_path / "checkpoints") == [2, 4]
+    rows = run_files.read_metrics(tmp_path)
+    assert ["time/save" in row for row in rows] == [False, False, True, False]
+    assert rows[2]["memory/save_bytes"] == saved(None, None)[0]["actor"].nbytes
+
+
+def test_a_full_disk_ends_a_run_before_its_next_step(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within step 3 the save of checkpoint 2 fails."""
+    monkeypatch.setattr(run, "to_save", saved)
+    full = threading.Event()
+
+    def fail(*_: object) -> None:
+        assert full.wait(HANGS)
+        raise OSError(28, "No space left on device")
+
+    def began(step: int) -> None:
+        if step == 2:
+            full.set()
+            finish_saves()
+
+    monkeypatch.setattr(checkpoints, "write_checksums", fail)
+    with pytest.raises(checkpoints.CheckpointError, match="2: .*No space left.*: none"):
+        steps_of(tmp_path, every=2, began=began)
+    assert len(run_files.read_metrics(tmp_path)) == 3
+
+
+def test_best_is_named_before_the_checkpoint_of_the_last_best_is_removed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "to_save", lambda trainer, state: (
+        {"actor": np.zeros(1)}, {"best": state.best}))
+    remove, seen = checkpoints.remove, []
+
+    def removed(step_dir: Path) -> None:
+        best = json.loads((tmp_path / "best.json").read_text())
+        seen.append((step_dir.name, best["step"], list_steps(tmp_path / "checkpoints")))
+        remove(step_dir)
+
+    def after(state: Any, progress: Progress) -> tuple[Any, dict[str, float]]:
+        state.best = {"step": 1 if state.step < 4 else 4}
+        return state, {}
+
+    monkeypatch.setattr(checkpoints, "remove", removed)
+    steps_of(tmp_path, evaluation=types.SimpleNamespace(after=after), every=1)
+    assert seen == [("1", 4, [1, 2, 3, 4]), ("2", 4, [2, 3, 4])]
 
 
 @pytest.mark.parametrize("complete, kept", [
