@@ -121,7 +121,9 @@ class Model:
     @property
     def head(self) -> Any:
         """The EAGLE head that the config asks for."""
-        return EagleArch(self.arch, draft_vocab=self.config.draft.vocab)
+        draft = self.config.draft
+        return EagleArch(self.arch, draft_vocab=draft.vocab, tap_norm=draft.tap_norm,
+                         state_norm=draft.state_norm)
 
     @property
     def drafter_parameters(self) -> int:

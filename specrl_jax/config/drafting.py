@@ -28,6 +28,12 @@ class DraftConfig(Section, prefix="draft"):
                         "model.path is")
     vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens",
                         low=0)
+    tap_norm: bool = option(
+        True, "new eagle heads: normalise each tapped layer of the actor before they are joined "
+        "(EAGLE-3.1); a head of draft.path is as it was trained")
+    state_norm: bool = option(
+        True, "new eagle heads: draft on from the normalised output of the draft before "
+        "(EAGLE-3.1); a head of draft.path is as it was trained")
     parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")
 
     def __post_init__(self) -> None:

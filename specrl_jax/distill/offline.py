@@ -99,7 +99,8 @@ class DrafterTrainer:
         self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, layers.identity(params))
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
-            own_head=options.own_head)
+            own_head=options.own_head, tap_norm=config.draft.tap_norm,
+            state_norm=config.draft.state_norm)
         self.vocab = eagle_model.choose_vocab(data.token_counts(config, source, corpus),
                                               arch.draft_vocab, source.tokenizer.stop_ids)
         self.temperature, self.seed = config.rollout.temperature, config.seed

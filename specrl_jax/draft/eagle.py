@@ -54,7 +54,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
     return cached.drafter(
         growth, arch.layer, dtype, name="eagle", bind=functools.partial(_bind, arch),
         taps=arch.taps, project=lambda params, taps, decode=False: eagle_model.project(
-            params.weights, taps, decode))
+            arch, params.weights, taps, decode))
 
 
 def _network(arch: EagleArch) -> Network:

@@ -5,6 +5,9 @@ x_{t+1}; its output, normalised, goes through the draft head and predicts x_{t+2
 token that the actor has seen, the network's own output stands in for the feature. Activations are
 feature-major, [F, ...tokens], as in model/transformer.py.
 
+EAGLE-3.1 (arXiv 2605.09992) is `tap_norm` and `state_norm`: without them deep taps, and the output
+of deep drafts, outgrow the rest.
+
 Further letters: `Vd` draft vocabulary, `A` = number of tapped layers.
 """
 
@@ -38,6 +41,8 @@ class EagleArch:
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
     draft_vocab: int = 0  # Vd
     own_head: bool = True  # else the actor's rows of the draft vocabulary
+    tap_norm: bool = True  # each tap is normalised before `fc`
+    state_norm: bool = True  # outputs are normalised before they stand in for features
     like: Architecture | None = None  # sizes of the one layer, with the actor's width
 
     def __post_init__(self) -> None:
@@ -78,6 +83,8 @@ def describe(arch: EagleArch) -> PyTree:
             "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
             "down": Param((f, i), ("embed", "mlp"), out_std),
             "final_norm": Param((f,), ("embed",), 0)}
+    if arch.tap_norm:
+        tree["tap_norm"] = Param((len(arch.taps), f), (None, "embed"), 0)
     if arch.own_head:
         tree["head"] = Param((arch.draft_vocab, f), ("vocab", "embed"), std)
     return tree
@@ -95,8 +102,12 @@ def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> n
     return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
 
 
-def project(params: Params, taps: Array, decode: bool = False) -> Array:
+def project(arch: EagleArch, params: Params, taps: Array, decode: bool = False) -> Array:
     """Returns features f[F, ...] of tapped layers f[A * F, ...]; see transformer.project."""
+    if arch.tap_norm:
+        each = taps.reshape(len(arch.taps), -1, *taps.shape[1:])
+        taps = jax.vmap(transformer.rms_norm, (0, 0, None))(
+            each, params["tap_norm"], arch.layer.norm_eps).reshape(taps.shape)
     return transformer.project(params["fc"], taps, decode=decode)
 
 
@@ -107,8 +118,12 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
     `head` f[Vd, F], the actor's rows of the draft vocabulary, is read if the drafter has none.
     """
     weight: Any = params["head"] if arch.own_head else head
-    normed = transformer.rms_norm(hidden, params["final_norm"], arch.layer.norm_eps)
+    normed = hidden if arch.state_norm else _final_norm(arch, params, hidden)
     return transformer.project(weight, normed, decode=decode, dtype=jnp.float32)
+
+
+def _final_norm(arch: EagleArch, params: Params, x: Array) -> Array:
+    return transformer.rms_norm(x, params["final_norm"], arch.layer.norm_eps)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
@@ -121,7 +136,7 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
       decode: see transformer.project.
 
     Returns:
-      the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
+      the output [F, ...], after the final norm if `state_norm`; and (k, v), each [G, E, ...].
     """
     layer, joined = arch.layer, _joined(arch, params, embedded, feature)
     qkv = transformer.project(params["qkv"], joined, decode=decode)
@@ -129,7 +144,8 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
     x = feature + transformer.project(params["o"], attend(q, k, v), 3, decode)
-    return x + transformer.feed_forward(layer, params, x, decode), (k, v)
+    x += transformer.feed_forward(layer, params, x, decode)
+    return _final_norm(arch, params, x) if arch.state_norm else x, (k, v)
 
 
 def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array
@@ -161,7 +177,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
       tokens: i32[B, S], right-padded; length: i32[B].
       anchors: i32[B, T] positions t; of all others only keys and values are computed.
 
-    Returns the outputs of each step, [F, B, T], before the final norm.
+    Returns the outputs of each step, [F, B, T].
     """
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     real = position < length[:, None]
@@ -216,7 +232,7 @@ def _unrolled_attend(cached: tuple[Array, Array], anchors: Array,
 def trainable(arch: EagleArch) -> TrainableDrafter:
     """Returns what trains a head of `arch`; its outputs are the network's, f[F, b, T]."""
     def outputs(params: Params, inputs: DraftInputs, depths: int) -> list[Array]:
-        features = project(params, inputs.taps)
+        features = project(arch, params, inputs.taps)
         return unroll(arch, params, inputs.embed, features, inputs.tokens,
                                   inputs.length, inputs.columns(-2), depths)
 
@@ -237,6 +253,7 @@ def warm_start(arch: EagleArch, params: Params, actor: Params, head: Array, scal
       head: f[Vd, F] the actor's rows of the draft vocabulary.
       scale: f32[A] root mean square of each tap.
     """
+    scale = np.ones_like(scale) if arch.tap_norm else scale
     last, f = layers.layer_of(actor["layers"], -1), arch.actor.hidden_size
     fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
     fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))

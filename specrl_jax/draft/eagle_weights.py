@@ -27,6 +27,7 @@ from specrl_jax.structs import Json, PyTree
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SpecForge's; vLLM's, AngelSlim's
 OURS = "specrl_jax"  # section of config.json that other readers ignore
 HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
+TAP_NORM, STATE_NORM = "fc_norm", "norm_output"  # fields of EAGLE-3.1; the first names tensors, too
 PICKLE = "pytorch_model.bin"
 CONVERT = ("python -c 'import torch, safetensors.torch; safetensors.torch.save_file(torch.load("
            f'"{PICKLE}", weights_only=True), "{SINGLE}")' "'")
@@ -70,6 +71,7 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, P
             "architectures": [CLASSES[0]], "draft_vocab_size": arch.draft_vocab,
             "eagle_config": {"use_aux_hidden_state": True,
                              "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
+            TAP_NORM: arch.tap_norm, STATE_NORM: arch.state_norm,
             OURS: made_for._asdict()}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tensors(_tensors(arch, own), partial / SINGLE)
@@ -129,7 +131,13 @@ def _architecture(config: Json, tensors: Mapping[str, np.ndarray], actor: Archit
     like = dataclasses.replace(actor, **{name: getattr(head, name) for name in (
         "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps", "rope_theta",
         "rope_scaling")})
-    return EagleArch(actor, _taps(config, tensors, actor, folder), draft, HEAD in tensors, like)
+    normed, post = (config.get(name, False) for name in (TAP_NORM, STATE_NORM))
+    check(normed is any(name.startswith(f"{TAP_NORM}.") for name in tensors),
+          f"{folder}: {TAP_NORM}", normed, f"must be true if there are tensors {TAP_NORM}.*, and "
+          "false if there are none; give a whole checkpoint")
+    check(isinstance(post, bool), f"{folder}: {STATE_NORM}", post, "must be true or false")
+    return EagleArch(actor, _taps(config, tensors, actor, folder), draft, HEAD in tensors, normed,
+                     post, like)
 
 
 def _taps(config: Json, tensors: Mapping[str, np.ndarray], actor: Architecture,
@@ -178,7 +186,12 @@ def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
     shapes = {"fc.weight": (f, len(arch.taps) * f), _OUT: (f, q), _DOWN: (f, i)}
     shapes |= dict.fromkeys(_NORMS.values(), (f,)) | dict.fromkeys(_GATE_UP, (i, f))
     shapes |= dict(zip(_PROJECTIONS, ((q, 2 * f), (kv, 2 * f), (kv, 2 * f)), strict=True))
+    shapes |= dict.fromkeys(_tap_norms(arch), (f,))
     return shapes | ({HEAD: (arch.draft_vocab, f)} if arch.own_head else {})
+
+
+def _tap_norms(arch: EagleArch) -> list[str]:
+    return [f"{TAP_NORM}.{i}.weight" for i in range(len(arch.taps) if arch.tap_norm else 0)]
 
 
 def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -189,6 +202,8 @@ def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.nd
     packed = {name: tensors[where] for name, where in _NORMS.items()} | {
         "fc": tensors["fc.weight"], "qkv": qkv, "o": tensors[_OUT].reshape(f, g, -1, e),
         "gate_up": np.stack([tensors[x] for x in _GATE_UP]), "down": tensors[_DOWN]}
+    if arch.tap_norm:
+        packed["tap_norm"] = np.stack([tensors[name] for name in _tap_norms(arch)])
     return packed | ({"head": tensors[HEAD]} if arch.own_head else {})
 
 
@@ -200,6 +215,7 @@ def _tensors(arch: EagleArch, own: Mapping[str, PyTree]) -> dict[str, np.ndarray
     parts |= {"fc.weight": weights["fc"], _OUT: weights["o"], _DOWN: weights["down"]}
     parts |= dict(zip(_GATE_UP, weights["gate_up"], strict=True))
     parts |= dict(zip(_PROJECTIONS, (qkv[:, :r], qkv[:, r], qkv[:, r + 1]), strict=True))
+    parts |= dict(zip(_tap_norms(arch), weights.get("tap_norm", ()), strict=True))
     parts |= {HEAD: weights["head"]} if arch.own_head else {}
     shapes, vocab = _shapes(arch), np.asarray(own["vocab"], np.int64)
     marked = np.zeros(arch.actor.vocab_size, bool)

@@ -243,7 +243,8 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
     if not path:
         context.warn("draft.path is empty: the eagle head starts from random weights and will "
                      "accept little; train one with experiments/train_drafter.py")
-        head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
+        head = EagleArch(actor=arch, draft_vocab=config.draft.vocab,
+                         tap_norm=config.draft.tap_norm, state_norm=config.draft.state_norm)
         vocab = eagle_model.choose_vocab(np.zeros(arch.vocab_size), head.draft_vocab, stop)
         drawn = (_zeros(eagle_model.describe(head)) if context.blank
                  else eagle_model.initialize(head, config.seed))

@@ -169,7 +169,7 @@ def test_evaluation_compares_draft_and_actor_after_equal_tokens(
     options = dataclasses.replace(OPTIONS, unroll=3)
     evaluation = jax.jit(lambda *given: metrics.evaluate_drafter(DRAFTER, options, *given))(
         params, frozen, (texts, teacher), (key, np.ones(12, np.float32)))
-    features = eagle_model.project(params, teacher.taps)
+    features = eagle_model.project(ARCH, params, teacher.taps)
     every = np.tile(np.arange(texts.tokens.shape[1]), (12, 1))
     hidden = jax.jit(functools.partial(eagle_model.unroll, ARCH), static_argnums=6)(
         params, frozen.embed, features, texts.tokens, texts.length, every, 3)

@@ -17,6 +17,8 @@ from specrl_jax.model import transformer
 
 ACTOR = tiny_arch(vocab_size=20, hidden_size=8, num_layers=4, rope_theta=100.0)
 ARCH = EagleArch(ACTOR, draft_vocab=12)
+EAGLE_3 = dataclasses.replace(ARCH, tap_norm=False, state_norm=False)
+KINDS = pytest.mark.parametrize("arch", [ARCH, EAGLE_3], ids=["3.1", "3"])
 T, STEPS = 7, 4
 UNROLL = jax.jit(functools.partial(eagle_model.unroll, ARCH, steps=STEPS))
 
@@ -70,7 +72,8 @@ class Plain:
                 out += weight @ v @ self.p["o"][:, head, r].T
         x = feature + out
         gate, up = np.einsum("jif,tf->jti", self.p["gate_up"], self.norm(x, "mlp_norm"))
-        return x + (gate / (1 + np.exp(-gate)) * up) @ self.p["down"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ self.p["down"].T
+        return self.norm(x, "final_norm") if self.arch.state_norm else x
 
     def draft(self, embed: np.ndarray, features: np.ndarray, tokens: np.ndarray, at: int,
               depth: int) -> list[np.ndarray]:
@@ -82,10 +85,11 @@ class Plain:
         return made
 
 
-def test_unroll_drafts_from_every_position(inputs: dict[str, Any]) -> None:
-    params = weights()
-    got = UNROLL(params, **inputs)
-    plain = Plain(ARCH, params)
+@KINDS
+def test_unroll_drafts_from_every_position(arch: EagleArch, inputs: dict[str, Any]) -> None:
+    params = weights(arch) | {"final_norm": jnp.linspace(0.5, 3, 8)}
+    got = jax.jit(functools.partial(eagle_model.unroll, arch, steps=STEPS))(params, **inputs)
+    plain = Plain(arch, params)
     embed, features, tokens = (np.asarray(inputs[n]) for n in ("embed", "features", "tokens"))
     checked = 0
     for row, length in enumerate(np.asarray(inputs["length"])):
@@ -95,6 +99,25 @@ def test_unroll_drafts_from_every_position(inputs: dict[str, Any]) -> None:
             np.testing.assert_allclose([out[:, row, at] for out in got[:depth]], want, atol=1e-4)
             checked += depth
     assert checked == 4 + 4 + 4 + 3 + 2 + 1 + 4 + 3 + 2 + 1
+
+
+@KINDS
+def test_taps_and_outputs_are_normalised_once(arch: EagleArch) -> None:
+    rng, scale = np.random.default_rng(2), np.linspace(0.5, 3, 8)
+    params: dict[str, Any] = weights(arch) | {"final_norm": jnp.asarray(scale)}
+    each, hidden = rng.standard_normal((3, 8, 2, 5)) * 30, rng.standard_normal((8, 2)) * 5
+    taps, normed = each.reshape(24, 2, 5), hidden
+    if arch.tap_norm:
+        own = rng.uniform(0.5, 2, (3, 8))
+        params["tap_norm"] = jnp.asarray(own)
+        each = each / np.sqrt((each**2).mean(1, keepdims=True) + 1e-5) * own[..., None, None]
+    if not arch.state_norm:  # else the network's output is normalised already
+        normed = hidden / np.sqrt((hidden**2).mean(0) + 1e-5) * scale[:, None]
+    got = eagle_model.project(arch, params, jnp.asarray(taps, jnp.float32))
+    want = np.einsum("fi,i...->f...", params["fc"], each.reshape(24, 2, 5))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    got = eagle_model.logits(arch, params, None, jnp.asarray(hidden, jnp.float32))
+    np.testing.assert_allclose(got, np.asarray(params["head"]) @ normed, rtol=1e-4, atol=1e-4)
 
 
 def test_anchors_draft_as_if_they_were_alone(inputs: dict[str, Any]) -> None:
@@ -117,7 +140,7 @@ def test_garbage_beyond_length_changes_nothing(inputs: dict[str, Any]) -> None:
 def test_every_parameter_learns_and_padding_gives_no_gradient(inputs: dict[str, Any]) -> None:
     def loss(params: dict[str, Any], features: Any) -> Any:
         out = eagle_model.unroll(ARCH, params, steps=3, **(inputs | {"features": features}))
-        taught = eagle_model.project(params, jnp.ones((24, 2)))
+        taught = eagle_model.project(ARCH, params, jnp.arange(48.0).reshape(24, 2))
         return taught.sum() + sum(
             (eagle_model.logits(ARCH, params, None, h[:, :, : 4 - j]) ** 2).sum()
             for j, h in enumerate(out))
@@ -133,7 +156,7 @@ def test_every_parameter_learns_and_padding_gives_no_gradient(inputs: dict[str, 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_of_the_actors_rows_are_those_of_the_actor(tied: bool) -> None:
     actor = dataclasses.replace(ACTOR, tied=tied)
-    arch = EagleArch(actor, draft_vocab=6, own_head=False)
+    arch = EagleArch(actor, draft_vocab=6, own_head=False, state_norm=False)
     params, vocab = tiny_params(actor), jnp.asarray([0, 3, 4, 9, 18, 19])
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((8, 5)), jnp.float32)
     own = {"final_norm": params["final_norm"] * 2}

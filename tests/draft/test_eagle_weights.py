@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("changes", [
     {}, {"own_head": False}, {"draft_vocab": 0}, {"taps": (0, 5)},
+    {"tap_norm": False}, {"state_norm": False},
     {"actor": dataclasses.replace(ACTOR, family="qwen3", qk_norm=True, rope_theta=5e5),
      "like": None},
     {"like": dataclasses.replace(ARCH.layer, norm_eps=1e-6, rope_theta=77.0,
@@ -65,6 +66,7 @@ def test_names_and_contents_are_those_of_public_heads(folder: Path) -> None:
     mlp = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
     norms = [f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm",
                                               "post_attention_layernorm")]
+    norms += [f"fc_norm.{i}.weight" for i in range(3)]
     assert set(tensors) == {*attention, *mlp, *norms, "norm.weight", "fc.weight", "lm_head.weight",
                             "d2t", "t2d"}
     np.testing.assert_array_equal(np.arange(10) + tensors["d2t"], VOCAB)
@@ -75,10 +77,23 @@ def test_names_and_contents_are_those_of_public_heads(folder: Path) -> None:
     np.testing.assert_array_equal(heads[3], qkv[1, 1])
     np.testing.assert_array_equal(tensors[attention[2]].reshape(3, 4, 32)[2], qkv[2, 3])
     config = json.loads((folder / "config.json").read_text())
+    assert config["fc_norm"] is config["norm_output"] is True
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (
         10, 24, 1)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+
+
+def test_head_of_eagle_3_is_read_as_it_was_trained(folder: Path) -> None:
+    old = dataclasses.replace(ARCH, tap_norm=False, state_norm=False)
+    rewrite(folder, **dict.fromkeys([f"fc_norm__{i}__weight" for i in range(3)]))
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({name: fields[name] for name in fields.keys() - {
+        "fc_norm", "norm_output"}}))
+    arch, actual, _, _ = eagle_weights.load(folder, ACTOR)
+    assert arch == old
+    jax.tree.map(np.testing.assert_array_equal, actual, own(old))
 
 
 def test_head_of_another_trainer_is_read(folder: Path) -> None:
@@ -97,6 +112,10 @@ def test_head_of_another_trainer_is_read(folder: Path) -> None:
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state = False.*head"),
     ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "architectures = .*EagleLlamaForCausalLM"),
     ({"norm_before_residual": True}, {}, "norm_before_residual"),
+    ({"fc_norm": False}, {}, "fc_norm = False: must be true"),
+    ({"norm_output": "yes"}, {}, "norm_output = 'yes'"),
+    ({}, {"fc_norm__2__weight": None}, "fc_norm.2.weight is missing"),
+    ({}, {f"fc_norm__{i}__weight": None for i in range(3)}, "fc_norm = True: .*false"),
     ({"specrl_jax": {"tokenizer": 3}}, {}, "specrl_jax = .*tokenizer.*remove"),
     ({}, {"fc__weight": np.zeros((16, 80), np.float32)}, "fc.weight = 80.*48"),
     ({}, {"d2t": np.zeros(10, np.float32)}, "d2t .*F32.*I64"),

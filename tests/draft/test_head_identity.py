@@ -1,6 +1,7 @@
-"""A head of another tokenizer is refused; one of other weights of its actor is told of."""
+"""Heads: of another tokenizer or other weights of their actor, and new ones with their options."""
 
 import dataclasses
+import types
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from helpers import micro_config, with_fields
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError
-from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights, registry
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.layers import identity
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
@@ -45,6 +46,18 @@ def saved(folder: Path, made_for: eagle_weights.MadeFor) -> Path:
     eagle_weights.save(folder, head, {"weights": eagle_model.initialize(head, 0), "vocab": vocab},
                        made_for)
     return folder
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_options_of_a_new_head_reach_its_network(norms: bool) -> None:
+    config = micro_config(spec__drafter="eagle", draft__tap_norm=norms, draft__state_norm=norms)
+    (part,) = registry.make(config, ARCH, TOKENIZER.stop_ids, 1, lambda line: None).parts
+    assert ("tap_norm" in part.weights["weights"]) is norms
+    assert part.trainable is not None and part.trainable.logits is not None
+    hidden = np.random.default_rng(0).standard_normal((ARCH.hidden_size, 3)).astype(np.float32)
+    weights, inputs = part.weights["weights"], types.SimpleNamespace(head=None)
+    one, twice = (part.trainable.logits(weights, inputs, x) for x in (hidden, 2 * hidden))
+    np.testing.assert_allclose(twice, one * (2 if norms else 1), rtol=1e-3)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -199,8 +199,9 @@ def test_held_out_prompts_are_not_trained_on():
         drafter_data.load_prompts(config, TOKENIZER, 2, "train", 2, lines.append)
 
 
-def test_features_start_near_one_for_any_taps():
-    arch, rng = EagleArch(TINY, draft_vocab=16), np.random.default_rng(0)
+@pytest.mark.parametrize("tap_norm", [True, False])
+def test_features_start_near_one_for_any_taps(tap_norm):
+    arch, rng = EagleArch(TINY, draft_vocab=16, tap_norm=tap_norm), np.random.default_rng(0)
     own = np.float32([0.5, 40]).repeat(64)  # random:tiny has two layers, and so two taps
     taps = rng.standard_normal((1, 128, 2, 20)).astype(np.float32) * own[:, None, None]
     taps[..., 0] *= 1000  # a first token
@@ -215,7 +216,7 @@ def test_features_start_near_one_for_any_taps():
     described = eagle_model.describe(arch)
     assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
                                                         is_leaf=lambda p: hasattr(p, "axes"))
-    features = np.asarray(eagle_model.project(head, taps[0, :, 0, 1:]))
+    features = np.asarray(eagle_model.project(arch, head, taps[0, :, 0, 1:]))
     assert np.sqrt((features**2).mean()) == pytest.approx(1, abs=0.2)
     highest = taps[0, 64:, 0, 1:] / 40
     assert np.corrcoef(features.ravel(), highest.ravel())[0, 1] > 0.9
