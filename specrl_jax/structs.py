@@ -104,6 +104,7 @@ class Path(struct.PyTreeNode):
     taps: Array | None  # f[B, D+1, F] features of the actor, projected by the drafter
     draw: Array  # i32[B, N] the actor's own token after each node
     verified: Array  # bool[B, N] the nodes that were in the forward pass
+    states: Array | None = None  # f[B, D+1, (A+1) * F] as in Records
 
 
 class Verdict(struct.PyTreeNode):
@@ -166,6 +167,18 @@ class Sequences(struct.PyTreeNode):
     said: Array | None = None  # bool[Q, V] tokens of prompt and response, if these are penalized
 
 
+class Records(struct.PyTreeNode):
+    """What verification computed of each sequence, for a drafter that learns from it.
+
+    Positions from a sequence's length on hold garbage.
+    """
+
+    states: AnyArray  # f[Q, S', (A+1) * F] the A tapped layers of the actor, as they are, and its
+    # final hidden state at each position; the latter is 0 in prompts
+    depth: AnyArray  # i32[Q, T'] of the node that each response token was drawn after, where the
+    # drafter drafted children of that node; -1 elsewhere
+
+
 class RolloutState(struct.PyTreeNode):
     """One data shard's generation state between launches."""
 
@@ -180,6 +193,7 @@ class RolloutState(struct.PyTreeNode):
     estimate: Array  # f32[drafters, D, bins] acceptance estimate, see control/acceptance.py
     seen: PyTree  # control.acceptance.Acceptance of this rollout, fields f32[1, drafters, D, bins]
     counters: Counters
+    records: Records | None = None  # where a drafter learns from verification
 
 
 class Frontier(struct.PyTreeNode):
@@ -247,6 +261,7 @@ class Rollout(struct.PyTreeNode):
     commits: np.ndarray  # i32[Q, T] tokens committed by each round
     rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
+    records: Records | None = None  # of P + T positions and T tokens
     drafter_version: int = struct.field(pytree_node=False, default=0)
 
 

@@ -45,7 +45,8 @@ def script(name: str) -> ModuleType:
 generate, check = script("generate"), script("check")
 WRITTEN = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 HISTORY = ("CHANGELOG.md", "experiments/LOG.md")  # whose commands are of their time
-NEWER = {"draft": {"tap_norm", "state_norm"}}  # than some results, whose heads lack four norms
+# Options that are newer than some results, whose heads lack the norms.
+NEWER = {"draft": {"tap_norm", "state_norm"}, "distill": {"explore"}}
 OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(),
                                      re.M | re.S)[1])  # mkdocs, which hooks.py imports, is an extra
 PAGES = [*(f"docs/{page}" for page in WRITTEN), *OUTSIDE]

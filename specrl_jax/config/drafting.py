@@ -66,11 +66,15 @@ class DistillConfig(DistillOptions, prefix="distill"):
 
     when: str = option(
         "off", "when the drafter trains: off; once, before RL, on the actor's own responses; "
-        "interval, after every distill.interval steps; trigger, when acceptance falls by more than "
-        "the actor's entropy explains", choose=("off", "once", "interval", "trigger"))
-    interval: int = option(1, "interval: RL steps from one training to the next", low=1)
-    overlap: bool = option(False, "interval: train in parallel with the policy update and publish "
-                           "one step later")
+        "interval, after every distill.interval steps; verification, likewise, from what the "
+        "rollouts' verification computed; trigger, when acceptance falls by more than the actor's "
+        "entropy explains", choose=("off", "once", "interval", "verification", "trigger"))
+    interval: int = option(1, "interval, verification: RL steps from one training to the next",
+                           low=1)
+    overlap: bool = option(False, "interval, verification: train in parallel with the policy "
+                           "update and publish one step later")
+    explore: float = option(0.02, "verification: share of rounds that draft to the full depth and "
+                            "verify all drafts, whatever the controller plans", within="(0, 1]")
     updates: int = option(4, "updates of one training", low=1)
     batch: int = option(16, "sequences of one update", low=1)
     micro_batch: int = option(8, "sequences of one forward and backward pass, over all shards",
@@ -88,7 +92,12 @@ class DistillConfig(DistillOptions, prefix="distill"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(not self.overlap or self.when == "interval", "overlap",
-                   f"needs {self.prefix}when = 'interval', got {self.when!r}")
+        self.check(not self.overlap or self.periodic, "overlap",
+                   f"needs {self.prefix}when = 'interval' or 'verification', got {self.when!r}")
         self.check(self.batch % self.micro_batch == 0, "batch",
                    f"must be a multiple of {self.prefix}micro_batch = {self.micro_batch}")
+
+    @property
+    def periodic(self) -> bool:
+        """Whether a training follows every `interval` steps."""
+        return self.when in ("interval", "verification")

@@ -23,8 +23,8 @@ from specrl_jax.structs import AnyArray, PyTree
 EMPTY = -1
 MEGABYTE = 2**20
 _BATCH = ("tokens", "length", "first", "temperature", "reward", "advantage")
-_TARGETS = ("taps", "hidden", "normalizer", "best", "entropy")
-_INTS = ("tokens", "length", "first", "best")  # i32
+_TARGETS = ("taps", "hidden", "normalizer", "best", "entropy", "drafted")
+_INTS = ("tokens", "length", "first", "best", "drafted")  # i32
 _ACTORS = ("taps", "hidden")  # of the actor's dtype, as its heads are; the others f32
 
 
@@ -72,7 +72,7 @@ class FeatureRing:
         shapes = {"tokens": (sizes.columns,),
                   "taps": (len(drafter.taps) * sizes.hidden, sizes.columns),
                   "hidden": (sizes.hidden, sizes.window)} | dict.fromkeys(
-                      ("normalizer", "best", "entropy"), (sizes.window,))
+                      ("normalizer", "best", "entropy", "drafted"), (sizes.window,))
         types: dict[str, DTypeLike] = {**dict.fromkeys(_INTS, np.int32),
                                        **dict.fromkeys(_ACTORS, dtype)}
         self._rows = {name: (shapes.get(name, ()), np.dtype(types.get(name, np.float32)))
@@ -95,6 +95,11 @@ class FeatureRing:
     def heads(self) -> jax.ShapeDtypeStruct:
         """The shape of f[H, Vd, F]."""
         return jax.ShapeDtypeStruct(*self._heads)
+
+    @property
+    def width(self) -> int:
+        """Values at a position of Records.states."""
+        return self._rows["taps"][0][0] + self.sizes.hidden
 
     def empty(self) -> Features:
         """Returns features without a sequence."""

@@ -17,9 +17,15 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.distill import features, programs, schedule, teacher
 from specrl_jax.distill.features import Features
-from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE
+from specrl_jax.distill.programs import EVALUATE, FROZEN, RECORDS, ROWS, TARGETS, UPDATE
 from specrl_jax.distill.schedule import Staleness
-from specrl_jax.distill.teacher import Batch, FrozenParams, SequenceBatch, in_rows
+from specrl_jax.distill.teacher import (
+    Batch,
+    FrozenParams,
+    SequenceBatch,
+    TeacherTargets,
+    in_rows,
+)
 from specrl_jax.distill.update import Programs, UpdateResult
 from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
@@ -65,6 +71,13 @@ class OnlineDistillation:
         assert drafter is not None
         check(options.when != "trigger" or drafter.outputs is not None, "distill.when",
               options.when, "needs a trainable drafter with outputs and logits; choose interval")
+        if options.when == "verification":
+            check(sampler.engine.decoder.drafter.taps == drafter.taps, "draft.parts",
+                  config.draft.parts, "distill.when = 'verification' needs the drafter that learns "
+                  "to be the one that reads the actor; choose interval")
+            check(config.rollout.repetition_penalty == 1, "rollout.repetition_penalty",
+                  config.rollout.repetition_penalty, "distill.when = 'verification' learns the "
+                  "distribution without it; use 1, or distill.when = 'interval'")
         self._programs = Programs(drafter, arch, options, mesh, sharding.replicated(mesh))
         self.ring = programs.make_ring(config, drafter, arch.hidden_size)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # runs overlapped updates
@@ -82,12 +95,26 @@ class OnlineDistillation:
               experience: Experience, step: int) -> OnlineState:
         """Returns the state with features of a rollout, from the policy that generated it."""
         order = self._rng(step, PICK).permutation(len(experience.rewards))
-        batch = batch_of(experience, np.sort(order[: self.ring.sizes.sequences]),
-                         self.options.micro_batch, self.ring.sizes.columns, self._temperature)
-        targets = self._compiled[TARGETS](policy.params, self._programs.rows(batch))
+        chosen = np.sort(order[: self.ring.sizes.sequences])
+        batch = batch_of(experience, chosen, self.options.micro_batch, self.ring.sizes.columns,
+                         self._temperature)
+        targets = self._targets(policy, batch, experience, chosen)
         rows = np.asarray(self._compiled[ROWS](policy.params, head["vocab"]))
         return state.replace(features=self.ring.add(
             state.features, batch, jax.tree.map(np.asarray, targets), policy.version, rows))
+
+    def _targets(self, policy: PublishedPolicy, batch: SequenceBatch, experience: Experience,
+                 chosen: np.ndarray) -> TeacherTargets:
+        """Returns the targets of a batch: from a forward of the actor, or from what verification
+        computed of the sequences `chosen`."""
+        texts, records = self._programs.rows(batch), experience.rollout.records
+        if self.options.when != "verification":
+            return self._compiled[TARGETS](policy.params, texts)
+        assert records is not None
+        rows = in_rows(chosen, self.options.micro_batch)
+        recorded = (records.states, records.depth, experience.rollout.raw_logprob)
+        return self._compiled[RECORDS](
+            policy.params, texts, *self._programs.rows([a[rows] for a in recorded]))
 
     def measure_staleness(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
                           step: int) -> tuple[OnlineState, Metrics]:

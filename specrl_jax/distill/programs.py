@@ -21,8 +21,8 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.structs import Array, Params, PyTree, carrier
 
-FROZEN, ROWS, TARGETS, UPDATE, EVALUATE = (
-    ("drafter", name) for name in ("frozen", "rows", "targets", "update", "evaluate"))
+FROZEN, ROWS, TARGETS, RECORDS, UPDATE, EVALUATE = (
+    ("drafter", name) for name in ("frozen", "rows", "targets", "records", "update", "evaluate"))
 
 
 def make_ring(config: Config, drafter: TrainableDrafter, hidden_size: int) -> FeatureRing:
@@ -55,7 +55,11 @@ def programs(jitted: Programs, options: DistillConfig, ring: FeatureRing, learne
                                 out_shardings=sharding.replicated(mesh)), (arch, actor, vocab))
     rows, _ = batch_shardings(mesh)
     stored = abstract(blank_batch(-(-sizes.sequences // b), b, sizes.columns), rows)
-    yield Program(TARGETS, jitted.compute_targets, (sizes.window, actor, stored))
+    if options.when == "verification":
+        yield Program(RECORDS, jitted.from_records, (sizes.window, actor, stored, *abstract(
+            blank_records(stored.tokens.shape, sizes, ring.width, ring.heads.dtype), rows)))
+    else:
+        yield Program(TARGETS, jitted.compute_targets, (sizes.window, actor, stored))
     made = jax.eval_shape(lambda *args: jitted.compute_targets(sizes.window, *args), actor, stored)
     targets = jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), made)
     batch = abstract((blank_batch(n, b, sizes.columns), targets), batch_shardings(mesh))
@@ -71,7 +75,7 @@ def batch_shardings(mesh: Mesh) -> tuple[NamedSharding, TeacherTargets]:
     shards."""
     rows, tall = (NamedSharding(mesh, P(*axes, sharding.ROWS)) for axes in ([None], [None] * 2))
     return rows, TeacherTargets(taps=tall, hidden=tall, normalizer=rows, best=rows, entropy=rows,
-                                teacher=sharding.replicated(mesh))
+                                drafted=rows, teacher=sharding.replicated(mesh))
 
 
 def no_noise(n: int, b: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,6 +88,14 @@ def blank_batch(n: int, b: int, columns: int) -> SequenceBatch:
     zero, none = np.zeros((n, b), np.int32), np.zeros((n, b), np.float32)
     return SequenceBatch(tokens=np.zeros((n, b, columns), np.int32), length=zero, first=zero + 1,
                          temperature=none + 1, reward=none, advantage=none)
+
+
+def blank_records(shape: tuple[int, int, int], sizes: Sizes, width: int, dtype: np.dtype
+                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `states`, `drafted` and `raw_logprob` of `from_records` for tokens [n, b, S]."""
+    tokens = (*shape[:2], sizes.window)
+    return (np.broadcast_to(np.zeros((), dtype), (*shape, width)), np.zeros(tokens, np.int32),
+            np.zeros(tokens, np.float32))
 
 
 def head_sharding(mesh: Mesh, ring: FeatureRing) -> NamedSharding:

@@ -53,13 +53,13 @@ def observe(state: Staleness, acceptance: np.ndarray, entropy: np.ndarray,
 
 def collects(options: DistillConfig, step: int) -> bool:
     """Whether the features of RL step `step`'s rollout are needed."""
-    if options.when == "interval":
+    if options.periodic:
         return options.interval - 1 - step % options.interval < options.rollouts
     return options.when == "trigger"
 
 
 def due(options: DistillConfig, step: int, state: Staleness) -> bool:
     """Whether a training follows RL step `step`."""
-    if options.when == "interval":
+    if options.periodic:
         return (step + 1) % options.interval == 0
     return options.when == "trigger" and bool(state.fall < -options.threshold)

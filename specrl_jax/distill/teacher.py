@@ -27,6 +27,7 @@ from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, PyTree
 TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
 DEPTH_DECAY = 0.8  # weight of each draft depth relative to the one before it
 ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
+EVERY = -2  # in `TeacherTargets.drafted`: every depth is trained
 
 
 class FrozenParams(struct.PyTreeNode):
@@ -57,6 +58,7 @@ class TeacherTargets(struct.PyTreeNode):
     normalizer: AnyArray  # f32[n, b, T] log-sum-exp of logits over temperature, whole vocabulary
     best: AnyArray  # i32[n, b, T] the actor's most likely token
     entropy: AnyArray  # f32[n, b, T] of the actor at that temperature, whole vocabulary, in nats
+    drafted: AnyArray  # i32[n, b, T] the only depth at which a token is trained, or EVERY
     teacher: AnyArray  # i32[n] index in FrozenParams.teachers of the version that made them
 
 
@@ -112,7 +114,31 @@ def compute_targets(arch: Architecture, taps: tuple[int, ...], window: int, acto
     predicting = jnp.take_along_axis(hidden, at[None], axis=2)
     temperature = jnp.broadcast_to(batch.temperature[:, None], at.shape)
     return TeacherTargets(tapped, predicting, *_summaries(arch, actor, predicting, temperature),
-                          teacher=jnp.int32(0))
+                          drafted=jnp.full(at.shape, EVERY, jnp.int32), teacher=jnp.int32(0))
+
+
+def from_records(arch: Architecture, window: int, actor: Params, batch: SequenceBatch,
+                 states: Array, drafted: Array, raw_logprob: Array) -> TeacherTargets:
+    """Returns the targets of a micro-batch without a forward of the actor.
+
+    The log-probability of the drawn token gives the normaliser; `best` and `entropy` stay 0, since
+    no logits are computed.
+
+    Args:
+      window: T.
+      states, drafted: f[b, S, (A+1) * F] and i32[b, T] of Records; raw_logprob: f32[b, T].
+    """
+    f, tokens, t = arch.hidden_size, batch.tokens, window
+    tall = jnp.moveaxis(states, -1, 0)
+    at = columns(batch.first - 1, t, tokens.shape[1])
+    hidden = jnp.take_along_axis(tall[-f:], at[None], axis=2)
+    token = jnp.take_along_axis(tokens, columns(batch.first, t, tokens.shape[1]), 1)
+    rows = actor["embed" if arch.tied else "head"][token]  # f[b, T, F]
+    score = jnp.einsum("btf,fbt->bt", rows, hidden, preferred_element_type=jnp.float32)
+    real = jnp.arange(t)[None] < (batch.length - batch.first)[:, None]
+    normalizer = jnp.where(real, score / batch.temperature[:, None] - raw_logprob, 0)
+    return TeacherTargets(tall[:-f], hidden, normalizer, jnp.zeros_like(at),
+                          jnp.zeros_like(normalizer), drafted=drafted, teacher=jnp.int32(0))
 
 
 def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Array
@@ -129,14 +155,17 @@ def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Ar
         one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[1]))))
 
 
-def live_anchors(length: Array, first: Array, window: int, depths: int) -> Array:
-    """Returns bool[J, b, T]: whether the draft of depth j from anchor k predicts a response token.
+def live_anchors(length: Array, first: Array, drafted: Array, depths: int) -> Array:
+    """Returns bool[J, b, T]: whether the draft of depth j from anchor k is trained.
 
-    Anchor k has seen k response tokens; its draft of depth j predicts token k + j. A draft starts
-    from a token whose predecessor the actor has seen too.
+    Anchor k has seen k response tokens; its draft of depth j predicts token k + j, if there is one.
+    A draft starts from a token whose predecessor the actor has seen too. See
+    `TeacherTargets.drafted`, i32[b, T].
     """
-    k, depth = jnp.arange(window)[None, None], jnp.arange(depths)[:, None, None]
-    return (k + depth < (length - first)[None, :, None]) & ((first - 2)[None, :, None] + k >= 0)
+    k, depth = jnp.arange(drafted.shape[1])[None, None], jnp.arange(depths)[:, None, None]
+    later = jnp.stack([jnp.pad(drafted, ((0, 0), (0, j)))[:, j:] for j in range(depths)])
+    return ((k + depth < (length - first)[None, :, None]) & ((first - 2)[None, :, None] + k >= 0)
+            & ((later == EVERY) | (later == depth)))
 
 
 class Aligned(struct.PyTreeNode):
@@ -244,6 +273,6 @@ def targets_of(options: DistillOptions, frozen: FrozenParams, batch: Batch,
     """Returns the targets of a micro-batch, whose `share` is `count` and `weight` of `Targets`."""
     sequences, made = batch
     head = jax.lax.dynamic_index_in_dim(frozen.teachers, made.teacher, 0, False)
-    mask = live_anchors(sequences.length, sequences.first, made.hidden.shape[2], options.unroll)
+    mask = live_anchors(sequences.length, sequences.first, made.drafted, options.unroll)
     return Targets(Aligned(made.hidden, made.normalizer, extra), head, sequences.temperature, mask,
                    *share, options)

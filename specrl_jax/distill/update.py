@@ -90,8 +90,8 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
       accept_length (expected tokens of a round with a chain of depth J, rejection sampling), all
       f32[]; alpha f32[J], the acceptance rate of each depth given that it is reached.
     """
-    masks = jax.vmap(teacher.live_anchors, (0, 0, None, None))(
-        batch.length, batch.first, targets.hidden.shape[3], options.unroll)
+    masks = jax.vmap(teacher.live_anchors, (0, 0, 0, None))(
+        batch.length, batch.first, targets.drafted, options.unroll)
     count = jnp.maximum(masks.sum((0, 2, 3), dtype=jnp.float32), 1.0)
     weight = LOSSES[options.loss].weigh(batch.reward, batch.advantage, batch.length > 0)
     grad = jax.value_and_grad(lambda params, batch, weight: micro_loss(
@@ -119,6 +119,7 @@ class Programs:
 
     Attributes:
       compute_targets: (T, actor, batch) -> TeacherTargets.
+      from_records: (T, actor, batch, states, drafted, raw_logprob) -> TeacherTargets.
       update: (state, frozen, batch, targets) -> (state, metrics). The old state stays readable,
         because rollouts may still draft with it.
       shardings: of the learner state, see `state_shardings`.
@@ -134,6 +135,10 @@ class Programs:
         self.compute_targets = jax.jit(
             on_mesh(lambda window, actor, batch: jax.lax.map(functools.partial(
                 teacher.compute_targets, arch, drafter.taps, window, actor), batch)),
+            static_argnums=0, out_shardings=targets)
+        self.from_records = jax.jit(
+            on_mesh(lambda window, actor, batch, *recorded: jax.lax.map(lambda at: (
+                teacher.from_records(arch, window, actor, *at)), (batch, *recorded))),
             static_argnums=0, out_shardings=targets)
         self.update = jax.jit(on_mesh(functools.partial(update, drafter, options)),
                               out_shardings=(self.shardings, sharding.replicated(mesh)))

@@ -55,6 +55,9 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
         response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
         min_batch=config.rollout.min_batch)
     decoder = _decoder(config, arch, mesh, drafter, shapes)
+    if config.distill.when == "verification":
+        decoder = dataclasses.replace(decoder, recorded=drafter_set.trainable,
+                                      explore=round(1 / config.distill.explore))
     past = config.spec.history_past if drafter.depth else 0
     return drafter_set, Engine(decoder, mesh, shapes, stop, jnp.dtype(config.model.dtype), past)
 

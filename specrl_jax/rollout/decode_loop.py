@@ -75,7 +75,7 @@ def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, stat
     def with_drafts(loop: LoopState) -> LoopState:
         planned = loop.planned
         state, tree = draft(decoder, weights, loop.state, planned)
-        pruned = prune(decoder, state, planned, tree, force)
+        pruned = prune(decoder, state, planned, tree, planned.force)
         state, count = drafted_round(decoder, weights, state, planned, pruned)
         state = observe(decoder, state, planned, pruned, count, jnp.int32(1))
         return then(state, loop.done + 1)

@@ -37,6 +37,7 @@ from specrl_jax.structs import (
     LaunchRecord,
     Params,
     PyTree,
+    Records,
     RolloutState,
     Sequences,
     SlotFill,
@@ -60,6 +61,7 @@ class Result:
     by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
     rule: str  # of verification
     calibration: Reliability  # of the estimates that drafts were chosen by
+    records: Records | None = None
 
     @property
     def accept_length(self) -> float:
@@ -154,7 +156,7 @@ class Engine:
                         out_shardings=jax.tree.map(lambda a: a.sharding, kv))
         yield Program("blank_cache", blank, ())
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
-        yield Program("collect", gather, (full.sequences, full.counters))
+        yield Program("collect", gather, (full.sequences, full.counters, full.records))
 
     def _program(self, name: Name, function: Callable[..., Any], in_specs: PyTree,
                  out_specs: PyTree, donate: tuple[int, ...], *args: PyTree) -> Program:
@@ -275,8 +277,8 @@ class Engine:
     def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord],
                 timer: StepTimer, known: Acceptance) -> Result:
         """Collects what was generated and what it cost."""
-        sequences, counters = jax.tree.map(
-            np.asarray, self._programs["collect"](state.sequences, state.counters))
+        sequences, counters, records = jax.tree.map(np.asarray, self._programs["collect"](
+            state.sequences, state.counters, state.records))
         judged = host_view.judge(view.outcomes, acceptance.table(
             known, jax.tree.map(np.zeros_like, view.outcomes)))
         by_drafter = {name: {kind: int(getattr(counters, kind)[:, i].sum())
@@ -284,7 +286,7 @@ class Engine:
                       for i, name in enumerate(self.decoder.drafter.names)}
         return Result(sequences=sequences, counters=host_view.total_counts(counters), trace=trace,
                       by_drafter=by_drafter, calibration=judged, rule=self.decoder.rule,
-                      seconds=timer.total, prefill_seconds=timer["prefill"])
+                      seconds=timer.total, prefill_seconds=timer["prefill"], records=records)
 
     def _refill(self, weights: Weights, state: RolloutState, request: RolloutRequest,
                 view: HostView) -> RolloutState:

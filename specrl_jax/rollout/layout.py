@@ -17,6 +17,7 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.cached import split_heads
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.model import cache
+from specrl_jax.rollout import record
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
@@ -24,6 +25,7 @@ from specrl_jax.structs import (
     Counters,
     KVCache,
     PyTree,
+    Records,
     RolloutState,
     Sampling,
     Sequences,
@@ -134,7 +136,7 @@ class Layout:
         self.specs = carrier(
             RolloutState, cache=carrier(Cache, kv=self._kv(shapes.batch).split, length=ROW),
             root=ROW, seq=ROW, sampling=sampling, sequences=ROW, draft=ROW, control=P(),
-            expected=ROW, estimate=P(), seen=ROW, counters=ROW)
+            expected=ROW, estimate=P(), seen=ROW, counters=ROW, records=ROW)
 
     def check(self, request: RolloutRequest) -> None:
         """Checks that a request fits.
@@ -233,7 +235,15 @@ class Layout:
             expected=request.limit.astype(np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=carrier(Acceptance, tried=outcomes, hit=outcomes),
-            counters=carrier(Counters, **counters))
+            counters=carrier(Counters, **counters), records=self._records())
+
+    def _records(self) -> Records | None:
+        s, decoder = self.shapes, self.decoder
+        if decoder.recorded is None:
+            return None
+        return record.blank(s.sequences * s.shards, s.prompt + s.response, s.response,
+                            (len(decoder.drafter.taps) + 1) * decoder.arch.hidden_size, s.depth,
+                            self.dtype)
 
     def _said(self, request: RolloutRequest) -> np.ndarray | None:
         """Returns the tokens of each sequence's prompt, bool[Q, V], if repetition costs."""

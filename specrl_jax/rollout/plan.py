@@ -43,6 +43,8 @@ class Decoder:
     truncates: bool = False  # whether a row may ask for top-k or top-p, or min_p is on
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    recorded: int | None = None  # origin of the drafter that learns from verification
+    explore: int = 0  # one round of so many drafts whatever the controller plans; 0: none does
 
 
 class Weights(NamedTuple):
@@ -85,6 +87,7 @@ class RoundPlan(struct.PyTreeNode):
     plan: Plan
     clamped: Array  # bool[] whether the controller planned more than the shapes hold
     drafts: Array  # bool[] whether a tree is proposed first
+    force: Array  # i32[2] see `plan_round`
 
 
 class Pruned(struct.PyTreeNode):
@@ -116,6 +119,7 @@ def plan_round(decoder: Decoder, state: RolloutState, waiting: Array, force: Arr
       force: i32[2] depth and bucket that replace the controller's; NOT_FORCED keeps its own.
     """
     frontier, rows = frontier_of(state), sampling_of(state)
+    force, until = explored(decoder, state.counters.rounds[0], force)
     load = load_of(state, frontier, rows, waiting)
     plan = decoder.controller.plan(state.control, load)
     spec, clamped = clamp(plan.spec, decoder.drafter, frontier.live.sum())
@@ -127,9 +131,24 @@ def plan_round(decoder: Decoder, state: RolloutState, waiting: Array, force: Arr
     spec = spec.replace(branch=jnp.where(measures, decoder.drafter.branch, spec.branch),
                         nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
     plan = plan.replace(spec=spec, valid_for=jnp.maximum(
-        jnp.where(free, plan.valid_for, NEVER_REPLAN), 1))
+        jnp.minimum(jnp.where(free, plan.valid_for, NEVER_REPLAN), until), 1))
     return RoundPlan(frontier=frontier, rows=rows, load=load, plan=plan, clamped=clamped,
-                     drafts=spec.depth > 0)
+                     drafts=spec.depth > 0, force=force)
+
+
+def explored(decoder: Decoder, rounds: Array, force: Array) -> tuple[Array, Array]:
+    """Returns the depth and bucket that replace the controller's in the round after `rounds` i32[],
+    and for how many rounds they hold.
+
+    A drafter that learns from verification must be asked now and then, however little the
+    controller expects of it. Which rounds explore depends on nothing but their index.
+    """
+    if not decoder.explore:
+        return force, jnp.int32(NEVER_REPLAN)
+    since = rounds % decoder.explore
+    asks = (force == NOT_FORCED).all() & (since == 0)
+    whole = jnp.asarray([decoder.drafter.depth, NOT_FORCED], jnp.int32)
+    return jnp.where(asks, whole, force), decoder.explore - since
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:

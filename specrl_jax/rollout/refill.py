@@ -6,6 +6,7 @@ All functions see one data shard, inside `shard_map`.
 import jax.numpy as jnp
 
 from specrl_jax.model import invariant, transformer
+from specrl_jax.rollout import record
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.structs import (
     Array,
@@ -38,6 +39,8 @@ def prefill(decoder: Decoder, width: int, params: ModelParams, drafter_params: D
     state = copy_prompt(decoder, width, state, fill)
     kv = state.cache.kv.fill(fill.source, fresh)
     draft = decoder.drafter.prefill(state.draft, fill, tokens, features)
+    if state.records is not None:
+        state = state.replace(records=record.prefill(state.records, fill, taps))
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
@@ -46,6 +49,8 @@ def copy_prompt(decoder: Decoder, width: int, state: RolloutState, fill: SlotFil
     kv = state.cache.kv.copy(
         jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy), width)
     seated = fill.seq >= 0
+    if state.records is not None:
+        state = state.replace(records=record.copy_prompt(state.records, fill, state.seq, width))
     return state.replace(
         cache=Cache(kv=kv, length=jnp.where(seated, fill.length, state.cache.length)),
         root=jnp.where(seated, fill.root, state.root),

@@ -18,6 +18,7 @@ from specrl_jax.draft.protocol import DraftRequest
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import LayerKV, Packing
+from specrl_jax.rollout import record
 from specrl_jax.rollout.plan import (
     NOT_FORCED,
     Decoder,
@@ -103,7 +104,7 @@ def plain_round(decoder: Decoder, weights: Weights, state: RolloutState, planned
     tree = roots(frontier.root, frontier.live, 1)
     verdict, path = verify_in(decoder, weights, state, planned,
                               Pruned(tree=tree, live=tree.live, bucket=jnp.int32(0)), bucket)
-    state = commit_round(decoder, weights, state, planned.frontier, verdict, path)
+    state = commit_round(decoder, weights, state, planned.frontier, tree, verdict, path)
     return state.replace(counters=count(state.counters, planned, verdict, bucket.packed))
 
 
@@ -119,8 +120,8 @@ def drafted_round(decoder: Decoder, weights: Weights, state: RolloutState, plann
                 for bucket in buckets]
     verdict, path = jax.lax.switch(pruned.bucket, branches, pruned)
     seen = acceptance.observe(state.seen, pruned.tree, path, verdict, planned.frontier)
-    state = commit_round(decoder, weights, state.replace(seen=seen), planned.frontier, verdict,
-                         path)
+    state = commit_round(decoder, weights, state.replace(seen=seen), planned.frontier, pruned.tree,
+                         verdict, path)
     packed = jnp.asarray([bucket.packed for bucket in buckets], jnp.int32)[pruned.bucket]
     counters = count(state.counters, planned, verdict, packed)
     return state.replace(counters=count_drafts(counters, pruned, verdict)), verdict.count
@@ -128,8 +129,11 @@ def drafted_round(decoder: Decoder, weights: Weights, state: RolloutState, plann
 
 @jax.named_scope("append")
 def commit_round(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
-                 verdict: Verdict, path: Path) -> RolloutState:
+                 tree: DraftTree, verdict: Verdict, path: Path) -> RolloutState:
     """Commits a verdict to the cache and the sequences, and shows it to the drafter."""
+    if decoder.recorded is not None and state.records is not None:
+        state = state.replace(records=record.add(
+            state.records, decoder.recorded, tree, frontier, verdict, path))
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     return state.replace(
         cache=commit.append(state.cache, path, verdict.count),
@@ -196,6 +200,7 @@ class Forwarded(NamedTuple):
     head: Head | None  # in their place
     kv: LayerKV
     features: Array | None  # f[F, W] of the drafter's taps
+    states: Array | None  # f[(A+1) * F, W] as in Records
 
 
 def verify_in(decoder: Decoder, weights: Weights, state: RolloutState, planned: RoundPlan,
@@ -231,15 +236,18 @@ def forward(decoder: Decoder, weights: Weights, state: RolloutState, frontier: F
         frontier.context[packing.row] + packed.depth, packing, decoder.implementation,
         decoder.drafter.taps)
     features = None if taps is None else decoder.drafter.project(weights.drafter, taps, decode=True)
+    states = None if decoder.recorded is None else jnp.concatenate(
+        [hidden] if taps is None else [taps, hidden])
     if _draws_from_head(decoder):
-        return Forwarded(None, Head(hidden, transformer.head(arch, weights.actor)), kv, features)
+        head = Head(hidden, transformer.head(arch, weights.actor))
+        return Forwarded(None, head, kv, features, states)
     logits = transformer.logits(arch, weights.actor, hidden, decode=True)
     if state.sequences.said is not None:
         said = state.sequences.said.at[frontier.seq].get(mode="clip")
         edges = min(decoder.drafter.depth, packed.order.shape[1] - 1)
         logits = repetition.penalize(logits, decoder.repetition_penalty, said,
                                      packed.nodes.tokens, packing, edges)
-    return Forwarded(logits, None, kv, features)
+    return Forwarded(logits, None, kv, features, states)
 
 
 def _draws_from_head(decoder: Decoder) -> bool:
@@ -267,11 +275,11 @@ def gather(pruned: Pruned, packed: Packed, output: Forwarded, verdict: Verdict, 
            ) -> tuple[Verdict, Path]:
     """Gathers the accepted path; its indices and those of the draws become the drafted trees'."""
     along = jnp.take_along_axis(packed.packing.place, verdict.path, 1)
-    features = output.features
+    features, states = (None if a is None else jnp.moveaxis(a, 0, -1)[along]
+                        for a in (output.features, output.states))
     row = jnp.arange(len(along))[:, None]
     draw = jnp.zeros(pruned.live.shape, jnp.int32)
-    path = Path(kv=_along(output.kv, along),
-                taps=None if features is None else jnp.moveaxis(features, 0, -1)[along],
+    path = Path(kv=_along(output.kv, along), taps=features, states=states,
                 draw=draw.at[row, packed.order].set(drawn, unique_indices=True),
                 verified=pruned.live)
     return verdict.replace(path=jnp.take_along_axis(packed.order, verdict.path, 1)), path

@@ -265,14 +265,19 @@ class Sampler:
     def _rollout(self, request: RolloutRequest, result: Result, ids: np.ndarray,
                  occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
         tokens, length = pad(request.prompts, self.engine.shapes.prompt)
-        s = result.sequences
+        s, records = result.sequences, result.records
+        if records is not None:
+            responses = s.tokens.shape[1]
+            records = records.replace(states=records.states[:, : tokens.shape[1] + responses],
+                                      depth=records.depth[:, :responses])
         last = np.asarray(s.tokens)[np.arange(len(ids)), np.maximum(s.length - 1, 0)]
         return carrier(
             Rollout,
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
-            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds)
+            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
+            records=records)
 
 
 def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:

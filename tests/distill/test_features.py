@@ -37,7 +37,8 @@ def numbered(first, count, rows=2, taps=2):
         reward=number.astype(np.float32), advantage=-number.astype(np.float32))
     return batch, TeacherTargets(
         **wide, normalizer=flat.astype(np.float32), best=flat.astype(np.int32),
-        entropy=flat.astype(np.float32), teacher=np.zeros(n, np.int32))
+        entropy=flat.astype(np.float32), drafted=flat.astype(np.int32),
+        teacher=np.zeros(n, np.int32))
 
 
 def fill(into, *rollouts, start=None):

@@ -30,8 +30,11 @@ MODES = {"every_step": {"when": "interval"},
          "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
          "once": {"when": "once", "rollouts": 2}, "overlap": {"when": "interval", "overlap": True},
          "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
+         "verification": {"when": "verification"},
+         "verification_overlap": {"when": "verification", "overlap": True},
          "trigger": {"when": "trigger", "threshold": 0.0}}
-VERSIONS = {"every_step": [0, 1, 2, 3], "every_2": [0, 0, 1, 1], "once": [1, 1, 1, 1],
+VERSIONS = {"every_step": [0, 1, 2, 3], "verification": [0, 1, 2, 3],
+            "every_2": [0, 0, 1, 1], "once": [1, 1, 1, 1],
             "overlap": [0, 0, 1, 2], "overlap_2": [0, 0, 0, 1]}
 HALF = dict(model__dtype="bfloat16", model__numerics="default")
 
@@ -176,9 +179,11 @@ def test_frozen_drafter_resumes_with_its_faults_and_staleness(
 
 
 @pytest.mark.ci
-def test_drafter_learns_on_a_mesh_and_goes_on_without_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", [
+    "interval", pytest.param("verification", marks=pytest.mark.full)])
+def test_drafter_learns_on_a_mesh_and_goes_on_without_it(when: str, tmp_path: Path) -> None:
     mesh = {"mesh__data": 2, "mesh__fsdp": 2}
-    still, learning = (run(config(when, **mesh), tmp_path / when) for when in ("off", "interval"))
+    still, learning = (run(config(mode, **mesh), tmp_path / mode) for mode in ("off", when))
     assert still.samples == learning.samples
     same(still.state.learner, learning.state.learner)
     good = learning.state.drafter.good
@@ -186,7 +191,7 @@ def test_drafter_learns_on_a_mesh_and_goes_on_without_it(tmp_path: Path) -> None
     head, moment = good.learner.params["head"], moments(good.learner.optimizer)["head"]
     assert [shard.data.shape[1] * n for shard, n in (
         (head.addressable_shards[0], 2), (moment.addressable_shards[0], 4))] == [head.shape[1]] * 2
-    alone = resumed(config("interval"), learning)
+    alone = resumed(config(when), learning)
     assert alone.samples == still.samples
     weights = [jax.tree.leaves(one.state.drafter.published.weights) for one in (alone, learning)]
     for a, b in zip(*weights, strict=True):

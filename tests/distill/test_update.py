@@ -96,7 +96,8 @@ def split(batch: SequenceBatch, teacher: TeacherTargets, parts: int, order: Any 
 
     return rows, TeacherTargets(wide(teacher.taps), wide(teacher.hidden), *(
         np.asarray(a)[order].reshape(parts, -1, a.shape[1])
-        for a in (teacher.normalizer, teacher.best, teacher.entropy)), np.zeros(parts, np.int32))
+        for a in (teacher.normalizer, teacher.best, teacher.entropy, teacher.drafted)),
+        np.zeros(parts, np.int32))
 
 
 def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
