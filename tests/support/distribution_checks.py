@@ -241,12 +241,14 @@ def draft(shape: Shape, order_of: Callable[[Array, Array], Array], w: World, set
 
 
 def two_tokens(rule: Rule, shape: Shape, w: World, setting: np.ndarray, key: np.ndarray,
-               order_of: Callable[[Array, Array], Array] = sampled
+               order_of: Callable[[Array, Array], Array] = sampled, *, by_round: bool = False
                ) -> tuple[np.ndarray, np.ndarray]:
-    """i32[N, 2] the first two tokens, of one round or of two, and i32[N] those of the first."""
+    """i32[N, 2] the first two tokens, of one round or of two, and i32[N] those of the first; with
+    `by_round` each round has noise of its own."""
     def step(*at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens, *rest = draft(shape, order_of, w, setting, key, *at)
-        emitted, count = rule(Round(tokens, shape, *rest, jnp.asarray(key), jnp.asarray(at[1])))
+        mine = key + at[1][:, None].astype(np.uint32) * by_round
+        tokens, *rest = draft(shape, order_of, w, setting, mine, *at)
+        emitted, count = rule(Round(tokens, shape, *rest, jnp.asarray(mine), jnp.asarray(at[1])))
         return np.asarray(emitted), np.asarray(count)
 
     zero = np.zeros(len(setting), np.int32)
@@ -261,14 +263,17 @@ def keys(count: int, seed: int) -> np.ndarray:
 
 
 def wrong_settings(rule: Rule, shape: Shape, w: World, *, rows: int = 4096, seed: int = 0,
-            order_of: Callable[[Array, Array], Array] = sampled) -> list[str]:
-    """The settings whose first two tokens do not have the plain joint distribution."""
+                   order_of: Callable[[Array, Array], Array] = sampled,
+                   plain: np.ndarray | None = None, by_round: bool = False) -> list[str]:
+    """The settings whose first two tokens do not have the plain joint distribution, of f64[S, V+1,
+    V] `plain` or of the world's settings."""
     count = len(SETTINGS)
     setting = np.repeat(np.arange(count), rows)
-    got, _ = two_tokens(rule, shape, w, setting, keys(len(setting), seed), order_of)
+    got, _ = two_tokens(rule, shape, w, setting, keys(len(setting), seed), order_of,
+                        by_round=by_round)
     pair = (got @ (VOCAB, 1)).reshape(count, rows)
     wrong = []
-    for s, p in enumerate(distributions(np.asarray(w.model), SETTINGS)):
+    for s, p in enumerate(distributions(np.asarray(w.model), SETTINGS) if plain is None else plain):
         joint = (p[VOCAB][:, None] * p[:VOCAB]).reshape(-1)
         if not fits(np.bincount(pair[s], minlength=VOCAB**2), joint):
             wrong.append("temperature {:g}, top_k {:g}, top_p {:g}".format(*SETTINGS[s]))

@@ -23,6 +23,7 @@ from distribution_checks import (
     Shape,
     World,
     by_walk,
+    distributions,
     keys,
     match,
     models,
@@ -35,7 +36,7 @@ from distribution_checks import (
 from studies import lossy
 
 from specrl_jax.structs import Array
-from specrl_jax.verify import rejection
+from specrl_jax.verify import rejection, sampling
 from specrl_jax.verify.rejection import (
     COINS,
     RESIDUAL,
@@ -137,6 +138,35 @@ def siblings_as_if_independent(r: Round) -> tuple[Array, Array]:
     return rejecting(r, test=lambda p, q, token: (*lossless(p, q, token)[:2], q))
 
 
+def blockwise(r: Round, *, adjusted: bool = True) -> tuple[Array, Array]:
+    """Block verification (arXiv 2403.10444, algorithm 2) of a chain: the longest block that passes
+    is kept, and what follows it comes from the residual of the whole block. It tests drafts behind
+    a rejected one, so it needs noise of each round, where `right` has noise of each position."""
+    nodes, noise, length = tree_of(r), Noise(r.key, r.generated), r.tokens.shape[1] - 1
+    p, q, rows = jnp.exp(r.logp), jnp.exp(r.logq), jnp.arange(len(r.key))
+    ratio, kept, left = jnp.ones(len(rows)), jnp.zeros(len(rows), jnp.int32), None
+    for i in range(length + 1):
+        if i:
+            token = r.tokens[:, i]
+            ratio = jnp.minimum(ratio * p[rows, i - 1, token] / q[rows, i - 1, token], 1)
+        scale = ratio[:, None] if adjusted else 1.0
+        more = jnp.maximum(scale * p[:, i] - q[:, i], 0) if i < length else p[:, i]
+        total = more.sum(1)
+        chance = ratio if i == length or not adjusted else total / jnp.maximum(
+            total + 1 - ratio, 1e-9)
+        passes = (coin(noise, jnp.int32(i), kept * 0) < chance) | (i == 0)
+        kept = jnp.where(passes, i, kept)
+        left = more if left is None else jnp.where(passes[:, None], more, left)
+    path = jnp.minimum(jnp.arange(length + 1)[None], kept[:, None])
+    return emit(nodes, path, kept, last_token(left, noise, kept)), kept + 1
+
+
+def block_verification_of_ratios(r: Round) -> tuple[Array, Array]:
+    """Tests each block by its ratio alone, and leaves the residual of single tokens: vllm-ascend
+    before its pull request 7808."""
+    return blockwise(r, adjusted=False)
+
+
 def of_default_settings(quality: str) -> World:
     """The drafter's distribution is processed as asked for, the target's by `default_sampling`."""
     target = jnp.tile(jnp.asarray(models(quality)[0]), (len(SETTINGS), 1)).T
@@ -185,6 +215,36 @@ def test_top_children_with_the_real_q_are_noticed() -> None:
 
 def test_default_settings_for_the_target_are_noticed() -> None:
     assert count_wrong(right, CHAIN, of_default_settings("decent")) == 12  # all but the default
+
+
+@pytest.mark.parametrize("rule, by_round, wrong", [
+    (blockwise, True, False), (block_verification_of_ratios, True, True),
+    (blockwise, False, True)], ids=["right", "ratios", "rejected noise is used again"])
+def test_broken_block_verification_is_noticed(rule: Rule, by_round: bool, wrong: bool) -> None:
+    def one_operation_at_a_time(r: Round) -> tuple[Array, Array]:
+        with jax.disable_jit():
+            return rule(r)
+
+    found = wrong_settings(one_operation_at_a_time, CHAIN, world("decent"), by_round=by_round)
+    assert len(found) >= 3 if wrong else found == []
+
+
+def with_min_p(min_p: float) -> World:
+    """The world whose target is processed with a min-p."""
+    target = jnp.tile(jnp.asarray(models("decent")[0]), (len(SETTINGS), 1)).T
+    asked = np.repeat(SETTINGS, VOCAB + 1, 0).T
+    logp = sampling.process(target, asked[0], asked[1].astype(np.int32), asked[2], min_p=min_p).logp
+    return world("decent")._replace(logp=logp.reshape(len(SETTINGS), VOCAB + 1, VOCAB))
+
+
+def test_min_p_that_verification_drops_is_noticed() -> None:
+    """vLLM applied min-p to plain decoding alone (pull request 42802)."""
+    plain = np.exp(np.asarray(with_min_p(0.3).logp, np.float64))
+    best = distributions(models("decent")[0], SETTINGS[4:5])[0]  # temperature 1, no truncation
+    kept = np.where(best >= 0.3 * best.max(1, keepdims=True), best, 0)
+    np.testing.assert_allclose(plain[4], kept / kept.sum(1, keepdims=True), rtol=1e-5)
+    assert wrong_settings(REJECTION, CHAIN, with_min_p(0.3), plain=plain) == []
+    assert len(wrong_settings(REJECTION, CHAIN, world("decent"), plain=plain)) >= 6
 
 
 def test_match_is_immune_to_peeking() -> None:
