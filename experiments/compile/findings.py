@@ -99,8 +99,8 @@ def _compile(lowered: Any, program: Program, chip: Chip, dump: Path | None) -> J
     compiled = lowered.compile(compiler_options=program.options)
     seconds = time.perf_counter() - began
     memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
-    donated = [arg for arg, info in zip(jax.tree.leaves(program.args),
-                                        jax.tree.leaves(lowered.args_info), strict=True)
+    arrays = [arg for arg in jax.tree.leaves(program.args) if hasattr(arg, "shape")]  # not static
+    donated = [arg for arg, info in zip(arrays, jax.tree.leaves(lowered.args_info), strict=True)
                if info.donated]
     return {
         "compile_seconds": round(seconds, 2), "peak": memory.peak_memory_in_bytes,

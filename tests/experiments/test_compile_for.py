@@ -287,6 +287,12 @@ def test_worker_compiles_what_is_asked_for_once(here: None, tmp_path: Path) -> N
     assert all(findings.failures(one) == [] for one in done[0])
 
 
+def test_program_with_static_arguments_is_compiled(here: None) -> None:
+    config = override(TINY, {"mesh.data": 4, "spec.drafter": "eagle", "distill.when": "interval"})
+    (done,) = [e["done"] for e in events_of(asked(config, only=["drafter rows"])) if "done" in e]
+    assert done["program"] == "drafter rows" and done["donated"] == 0
+
+
 def test_program_that_cannot_be_lowered_is_a_finding(
         here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(*_: Any) -> None:
