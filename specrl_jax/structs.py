@@ -245,7 +245,7 @@ class LaunchRecord:
 
 
 class Rollout(struct.PyTreeNode):
-    """The sequences of one step as host arrays, sorted by (prompt id, occurrence, sample id)."""
+    """Sequences as host arrays, sorted by (birth, prompt id, occurrence, sample id)."""
 
     prompt: np.ndarray  # i32[Q, P] right-padded
     prompt_length: np.ndarray  # i32[Q]
@@ -255,14 +255,14 @@ class Rollout(struct.PyTreeNode):
     raw_logprob: np.ndarray  # f32[Q, T]
     top_p_mass: np.ndarray  # f32[Q, T]
     prompt_id: np.ndarray  # i32[Q]
-    occurrence: np.ndarray  # i32[Q] earlier occurrences of the prompt in this step
+    birth: np.ndarray  # i32[Q] step in which the sequence began
+    occurrence: np.ndarray  # i32[Q] earlier occurrences of the prompt in that step
     sample_id: np.ndarray  # i32[Q] index within the prompt's group
-    stopped: np.ndarray  # bool[Q] ended by a stop token, not by its limit
+    stopped: np.ndarray  # bool[Q] ended by a stop token
     commits: np.ndarray  # i32[Q, T] tokens committed by each round
     rounds: np.ndarray  # i32[Q]
-    policy_version: int = struct.field(pytree_node=False, default=0)
+    version: np.ndarray  # i32[Q, T] of the policy that drew each token
     records: Records | None = None  # of P + T positions and T tokens
-    drafter_version: int = struct.field(pytree_node=False, default=0)
 
 
 class Scores(NamedTuple):

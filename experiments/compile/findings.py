@@ -21,7 +21,7 @@ from . import clock, hlo, machine_code, programs, work
 from .targets import LIBTPU_FLAGS, Target, versions
 
 NO_ROOM = "does not fit:"
-ROLLOUT = ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted")
+ROLLOUT = ("launch", "prefill", "feed", "copy_prompt", "select_rows", "plain", "drafted")
 """Programs whose donated arrays are large and change a little: a copy of one is a fault."""
 
 

@@ -114,6 +114,12 @@ class RolloutConfig(Section, prefix="rollout"):
         "if positive, else multiplied by it; 1 is off", within="[0.01, 100]")
     stop: tuple[str, ...] = option((), "generate.py: stop strings, which end a response and "
                                        "are not part of it")
+    quota: int = option(
+        0, "most tokens that a sequence gains in one pass; passes repeat until prompts_per_step "
+        "groups are complete, and unfinished responses go on in the next step; 0 waits for the "
+        "longest response", low=0)
+    in_flight: int = option(0, "quota: groups that are started and not yet trained; 0 is twice "
+                               "prompts_per_step", low=0, read_with=("quota",))
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
@@ -121,6 +127,9 @@ class RolloutConfig(Section, prefix="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(all(self.stop), "stop", "an empty string ends every answer; leave it out")
+        self.check(self.quota <= self.max_new_tokens, "quota",
+                   f"no response has more than rollout.max_new_tokens = {self.max_new_tokens}; 0 "
+                   "waits for the longest response")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +284,8 @@ class Config(Section):
                              ("prompts_per_step", self.prompts_per_step)):
             check(value % shards == 0, field, value,
                   f"must be a multiple of the {shards} data shards ({where})")
+        if self.rollout.quota:
+            self._check_quota(shards)
         rows = self.rollout.batch_size // shards
         check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
               f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
@@ -282,6 +293,23 @@ class Config(Section):
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
               f"{self.sequences_per_row} sequences a row (learner.packing)")
+
+    def _check_quota(self, shards: int) -> None:
+        flight = self.groups_in_flight
+        check(flight >= self.prompts_per_step and flight % shards == 0, "rollout.in_flight",
+              self.rollout.in_flight, f"must be a multiple of the {shards} data shards, and at "
+              f"least prompts_per_step = {self.prompts_per_step}, which a step trains on")
+        check(not (self.rl.kl_in_reward and self.rl.filter != "none"), "rl.kl_in", self.rl.kl_in,
+              "with rl.filter and rollout.quota, whose groups are rewarded one by one; use loss")
+        check(self.distill.when != "verification", "distill.when", self.distill.when,
+              "with rollout.quota, whose responses were verified under several policies; use "
+              "interval")
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that are started and not yet trained; those of a step without rollout.quota."""
+        return (self.rollout.in_flight or 2 * self.prompts_per_step
+                ) if self.rollout.quota else self.prompts_per_step
 
     @property
     def responses(self) -> int:

@@ -20,7 +20,7 @@ RANKING = 2**63  # keys of rankings lie above those of epochs
 class PromptHistory(struct.PyTreeNode):
     """What the order of later prompts depends on, on the host. N examples."""
 
-    drawn: AnyArray  # i32[] prompts that steps have used
+    drawn: AnyArray  # i32[] prompts drawn so far
     tried: AnyArray  # f32[N] groups of each prompt
     passed: AnyArray  # f32[N] sums of their mean rewards, each within 0 and 1
 
@@ -60,14 +60,18 @@ class PromptOrder:
         return np.argsort(-np.log(uniform) / (rate * (1 - rate) + FLOOR), kind="stable")
 
 
+def advance(history: PromptHistory, count: int) -> PromptHistory:
+    """Returns the history after `count` further prompts were drawn."""
+    return history.replace(drawn=np.asarray(history.drawn + count, np.int32))
+
+
 def observe(history: PromptHistory, indices: np.ndarray, rewards: np.ndarray) -> PromptHistory:
-    """Returns the history after a step that used the prompts at `indices` i64[groups], whose
-    responses had rewards f32[groups, M]."""
+    """Returns the history after responses to the prompts at `indices` i64[groups] had rewards
+    f32[groups, M]."""
     tried, passed = np.array(history.tried), np.array(history.passed)
     np.add.at(tried, indices, 1)
     np.add.at(passed, indices, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
-    return PromptHistory(drawn=np.asarray(history.drawn + len(indices), np.int32), tried=tried,
-                         passed=passed)
+    return history.replace(tried=tried, passed=passed)
 
 
 def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int) -> np.ndarray:

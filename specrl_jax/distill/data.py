@@ -190,8 +190,8 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
     stored = {name: values[mine] for name, values in rolled.items()}
     ids, samples = stored["prompt_id"], stored["sample_id"]
     fields: dict[str, Any] = dict.fromkeys(
-        ("prompt", "logprob", "raw_logprob", "top_p_mass", "commits", "rounds"))
-    fields |= stored | {"occurrence": ids * 0}
+        ("prompt", "logprob", "raw_logprob", "top_p_mass", "commits", "rounds", "version"))
+    fields |= stored | {"birth": ids * 0, "occurrence": ids * 0}
     scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
     tokens = [np.asarray([*prompts.tokens[prompts.index_of[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]

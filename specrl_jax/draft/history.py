@@ -11,7 +11,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from specrl_jax.config import check
@@ -70,9 +69,8 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
 
 
 def _init(info: RolloutInfo) -> History:
-    current = np.full((len(info.prompt) * info.group, info.buffer), _SEPARATOR, np.int32)
     return carrier(History, prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
-                   current=current)
+                   current=info.response)
 
 
 def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict: Verdict,

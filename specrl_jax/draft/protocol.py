@@ -44,6 +44,7 @@ class RolloutInfo(NamedTuple):
     prompt: np.ndarray  # i32[Q / M, P] right-padded
     prompt_length: np.ndarray  # i32[Q / M]
     past: np.ndarray  # i32[Q / M, K, T] earlier responses, most recent first; -1 is padding
+    response: np.ndarray  # i32[Q, T] what sequences have already; -1 is padding
     batch: int  # slots of all shards
     group: int  # M
     buffer: int  # T

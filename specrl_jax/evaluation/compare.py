@@ -17,7 +17,7 @@ BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss",
 
 COMPARED = {"prompt_id": int, "occurrence": int, "sample_id": int, "prompt": str, "tokens": list}
 
-Key = tuple[int, int, int]  # prompt id, occurrence, sample id
+Key = tuple[int, int, int, int]  # prompt id, occurrence, sample id, step in which it began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,12 @@ def _failed_apart(a: Json | None, b: Json | None) -> bool:
             and a.get("reward") != b.get("reward"))
 
 
+def key_of(sample: Json) -> Key:
+    """Returns what names a sample among those of its step."""
+    began = sample.get("birth", -1)  # only with rollout.quota may it be another step
+    return sample["prompt_id"], sample["occurrence"], sample["sample_id"], began
+
+
 def first_difference(a: list[int], b: list[int]) -> int | None:
     """Returns the first index at which the lists differ, None if they are equal."""
     pairs = enumerate(itertools.zip_longest(a, b))
@@ -137,7 +143,7 @@ def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
 
 def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, Json]]]:
     for step, records in itertools.groupby(_samples(run), key=lambda r: r["step"]):
-        yield step, {(r["prompt_id"], r["occurrence"], r["sample_id"]): r for r in records}
+        yield step, {key_of(r): r for r in records}
 
 
 def _samples(run: Path) -> Iterator[Json]:

@@ -52,6 +52,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("policy/ratio_max", "", "largest such ratio, over all updates of the last epoch; 1 where "
      "the mean is"),
     ("policy/correction_fraction", "fraction", "response tokens whose weight rl.correction cuts"),
+    ("policy/ess", "fraction", "effective sample size of rl.correction's weights w over n tokens, "
+     "(sum w)^2 / (n sum w^2); 1 where all weigh alike"),
     ("kl/reference", "nats", "k3 estimate of the KL to the initial policy, with rl.kl > 0; "
      "with rl.kl_in=reward that of rl.kl_estimator", "kl",
      "actor/kl_loss"),
@@ -64,7 +66,8 @@ METRICS = tuple(Metric(*row) for row in (
      "response_length/max"),
     ("response/clipped_fraction", "fraction", "responses that reached rollout.max_new_tokens "
      "without a stop token", "completions/clipped_ratio", "response_length/clip_ratio"),
-    ("rollout/tokens", "tokens", "response tokens of the step", "num_tokens (running sum)"),
+    ("rollout/tokens", "tokens", "response tokens that the step generated",
+     "num_tokens (running sum)"),
     ("rollout/batches", "count", "rollouts of the step: 1, and those that rl.filter adds"),
     ("rollout/tokens_per_second", "tokens/s", "response tokens over time/rollout", "",
      "perf/throughput (whole step)"),
@@ -89,11 +92,20 @@ METRICS = tuple(Metric(*row) for row in (
     ("rollout/top_p_mass", "fraction", "mean probability that top-k and top-p keep"),
     ("rollout/logprob", "nats", "mean log-probability of response tokens in the rollout"),
     ("rollout/logprob_gap", "nats", "mean absolute difference of the rollout's and the learner's "
-     "log-probabilities of response tokens; about 1e-6 in float32, about 0.02 in bfloat16",
+     "log-probabilities of response tokens that the policy to update drew; about 1e-6 in float32, "
+     "about 0.02 in bfloat16",
      "sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean"),
     ("rollout/logprob_gap_max", "nats", "largest such difference",
      "sampling/sampling_logp_difference/max", "training/rollout_probs_diff_max"),
     ("rollout/logprob_gap_tokens", "tokens", "response tokens over which the two above are taken"),
+    ("rollout/passes", "count", "passes of the step; with rollout.quota"),
+    ("rollout/in_flight", "count", "groups that began and go on in the next step; with "
+     "rollout.quota"),
+    ("stale/mean", "steps", "mean age of the tokens that train: version of the policy that is "
+     "updated less that of the one that drew them; with rollout.quota"),
+    ("stale/worst", "steps", "age of the oldest token that trains; with rollout.quota"),
+    ("stale/partial", "fraction", "responses that train with tokens of more than one policy; with "
+     "rollout.quota"),
     ("spec/lossy", "0 or 1", "1 if the verification rule changes the distribution of tokens"),
     ("control/draft_depth", "tokens", "mean draft depth of a round"),
     ("control/verify_tokens", "tokens", "mean tokens that one verification ran over"),

@@ -19,18 +19,21 @@ With a true attribute `whole`, it wants all answers at once."""
 
 Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
-tokens, reward, and commits, the tokens of each round; failures, by term, where a reward failed.
+tokens, reward, and commits, the tokens of each round; failures, by term, where a reward failed;
+with rollout.quota birth, the step in which it began, and versions, [version, tokens] of each
+policy that drew any.
 `"learned": false` marks a failed answer that the step does not learn from: a greedy one, or one of
 a group that rl.filter leaves out; others of those are not there."""
 
 
-def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
-                  ) -> Scores:
+def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward,
+                  versions: bool = False) -> Scores:
     """Decodes every response without its stop token and rewards it once, in one of the processes.
 
     Args:
       rollout: the same in all processes; its prompts are among `prompts`; without rounds, samples
         have no commits.
+      versions: whether samples have the step in which each began, and whose tokens it has.
 
     Raises:
       RewardError: `reward` failed, here or in another process; raised in all of them.
@@ -48,6 +51,10 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
             "tokens": rollout.tokens[q, : int(rollout.length[q])].tolist(), "reward": total})
         if failures:
             samples[-1]["failures"] = dict(failures)
+        if versions:
+            drew, tokens = np.unique(rollout.version[q, : rollout.length[q]], return_counts=True)
+            samples[-1] |= {"birth": int(rollout.birth[q]),
+                            "versions": np.stack([drew, tokens], 1).tolist()}
         if rollout.rounds is not None:
             samples[-1]["commits"] = rollout.commits[q, : rollout.rounds[q]].tolist()
     rewards = np.asarray([sample["reward"] for sample in samples], np.float32)

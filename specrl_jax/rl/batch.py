@@ -27,6 +27,7 @@ class Batch(struct.PyTreeNode):
     predicted_at: AnyArray  # i32[n, b, R] column whose output predicts each response token
     response: AnyArray  # i32[n, b, R] response tokens, sequence after sequence
     rollout_logprob: AnyArray  # f32[n, b, R] of verification, with temperature, untruncated
+    version: AnyArray  # i32[n, b, R] of the policy that drew each token; 0 is the one to update
     start: AnyArray  # i32[n, b, K] where each sequence begins in R
     length: AnyArray  # i32[n, b, K] response tokens; 0 pads
     sequence: AnyArray  # i32[n, b, K] index in the rollout; -1 pads
@@ -133,7 +134,8 @@ def _blank(rows: int, most: np.ndarray, temperature: float, shares: bool) -> Bat
     return Batch(tokens=ints(columns), position=ints(columns), segment=ints(columns) - 1,
                  prefix=ints(columns) - 1 if shares else None, predicted_at=ints(responses),
                  response=ints(responses), rollout_logprob=floats(responses),
-                 start=ints(sequences), length=ints(sequences), sequence=ints(sequences) - 1,
+                 version=ints(responses), start=ints(sequences), length=ints(sequences),
+                 sequence=ints(sequences) - 1,
                  advantage=floats(sequences), temperature=np.full(rows, temperature, np.float32))
 
 
@@ -162,6 +164,7 @@ def _fill(row: Batch, rollout: Rollout, advantage: np.ndarray, together: int,
             row.predicted_at[at] = np.r_[last, np.arange(column, column + length - 1)][:length]
             row.response[at] = rollout.tokens[sequence, :length]
             row.rollout_logprob[at] = rollout.raw_logprob[sequence, :length]
+            row.version[at] = rollout.version[sequence, :length]
             row.start[number], row.length[number] = slot, length
             row.advantage[number], row.sequence[number] = advantage[sequence], sequence
             put(rollout.tokens[sequence, :length], int(before), shared)

@@ -14,8 +14,8 @@ from specrl_jax.config import Config
 from specrl_jax.rl.algorithm import Algorithm
 from specrl_jax.structs import Json, Metrics, Rollout, Scores
 
-Key = tuple[int, int]
-"""Id and occurrence of a prompt in a step."""
+Key = tuple[int, int, int]
+"""Step in which a group began, id of its prompt, and occurrence of the prompt in that step."""
 
 
 class Rewarded(NamedTuple):
@@ -55,7 +55,8 @@ class Experience(NamedTuple):
 
     Attributes:
       rollout: the sequences as they were generated.
-      learned: the same as the update reads them: masked responses have no tokens.
+      learned: the same as the update reads them: masked responses have no tokens, and versions
+        count from that of the policy to update, which is 0.
       rewards: f32[Q] of the reward's terms alone.
       advantage: f32[Q] of the shaped rewards, 0 for masked responses.
       samples: what samples.jsonl holds of the step; answers without learning are marked.
@@ -94,19 +95,24 @@ def reward_rollout(config: Config, algorithm: Algorithm, rollout: Rollout,
                     _masked(config, mine, filter_advantage), metrics)
 
 
+def keys_of(rollout: Rollout, size: int) -> list[Key]:
+    """Returns the key of each group of `size` sequences."""
+    fields = (rollout.birth, rollout.prompt_id, rollout.occurrence)
+    return list(zip(*(field[::size].tolist() for field in fields), strict=True))
+
+
 def build_experience(config: Config, algorithm: Algorithm, rewarded: Sequence[Rewarded],
-                     drawn: Sequence[Key]) -> Experience:
+                     drawn: Sequence[Key], version: int) -> Experience:
     """Returns what a step learns from.
 
     Args:
       rewarded: the step's rollouts, in the order in which they were generated.
-      drawn: all prompts of the step in the order in which they were drawn, which decides who fills
-        the batch; in a rollout they are sorted by id.
+      drawn: all groups of the step in the order in which they fill the batch.
+      version: of the policy that will be updated.
     """
     size, whole = config.group_size, join([one.rollout for one in rewarded])
     filter_advantage = np.concatenate([one.filter_advantage for one in rewarded]).reshape(-1, size)
-    keys = list(zip(whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(),
-                    strict=True))
+    keys = keys_of(whole, size)
     rank = {key: i for i, key in enumerate(drawn)}
     by_draw = np.argsort([rank[key] for key in keys])
     groups = np.asarray(sorted(
@@ -119,7 +125,8 @@ def build_experience(config: Config, algorithm: Algorithm, rewarded: Sequence[Re
         [one.baseline for one in rewarded if one.baseline is not None])[groups]
     rollout = take(whole, at)
     return Experience(
-        rollout=rollout, learned=_without_masked(config, rollout), rewards=rewards[at],
+        rollout=rollout, rewards=rewards[at],
+        learned=_without_masked(config, rollout).replace(version=rollout.version - version),
         advantage=_masked(config, rollout, algorithm.advantages(shaped[at], size, baseline)),
         samples=_samples(rewarded, at),
         metrics=_metrics(rewarded) | {

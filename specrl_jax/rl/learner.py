@@ -27,6 +27,7 @@ from specrl_jax.rl.optimizer import learning_rate, make_optimizer
 from specrl_jax.structs import Array, PyTree
 
 LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
+TINY = 1e-30
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
 
@@ -161,11 +162,14 @@ def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch,
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
     """Returns sum, largest value and number (f32[] each) of the absolute differences of rollout's
-    and learner's log-probabilities f32[b, R] of a micro-batch; no gradient flows."""
+    and learner's log-probabilities f32[b, R] of a micro-batch, where one policy has both, and the
+    number of all tokens; no gradient flows."""
     mask = jnp.arange(logprob.shape[1])[None] < batch.length.sum(1)[:, None]
-    gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
+    same = mask & (batch.version == 0)
+    gap = jnp.where(same, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
-            "logprob_gap_tokens": mask.sum(dtype=jnp.float32)}
+            "logprob_gap_tokens": same.sum(dtype=jnp.float32),
+            "tokens": mask.sum(dtype=jnp.float32)}
 
 
 def over_steps(steps: Sequence[Mapping[str, float]], last: int) -> dict[str, float]:
@@ -179,10 +183,15 @@ def over_steps(steps: Sequence[Mapping[str, float]], last: int) -> dict[str, flo
 
 
 def _means(sums: dict[str, Array]) -> dict[str, Array]:
-    """Returns means over tokens from sums over tokens."""
-    tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
-    totals = (*LARGEST, "logprob_gap_tokens")
-    return {name: m if name in totals else m / tokens for name, m in sums.items()}
+    """Returns means over tokens from sums over tokens, and the effective sample size of the
+    correction's weights, (sum w)^2 / (n sum w^2)."""
+    sums, totals = dict(sums), (*LARGEST, "logprob_gap_tokens")
+    tokens = jnp.maximum(sums.pop("tokens"), 1.0)
+    of = {"logprob_gap": jnp.maximum(sums["logprob_gap_tokens"], 1.0)}
+    if "weight" in sums:
+        weight, square = sums.pop("weight"), sums.pop("weight_square")
+        sums["policy/ess"] = weight**2 / jnp.maximum(square, TINY)
+    return {name: m if name in totals else m / of.get(name, tokens) for name, m in sums.items()}
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array

@@ -220,7 +220,8 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogp
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
       `policy/clip_fraction` and `policy/correction_fraction` (0 or 1), `policy/ratio_mean` (of the
-      token, to the policy that sampled), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
+      token, to the policy that sampled), the correction's `weight` and its square, `kl/update` (k3
+      of KL(old || new)) and `kl/reference`.
     """
     logprob, old_logprob = _masked(mask, logprobs.learner), _masked(mask, logprobs.old)
     terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
@@ -232,6 +233,7 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprobs: SequenceLogp
         "policy/clip_fraction": clipped.astype(jnp.float32),
         "policy/correction_fraction": cut.astype(jnp.float32),
         "policy/ratio_mean": jnp.exp(logprob - old_logprob),
+        "weight": weight, "weight_square": weight**2,
         "kl/update": kl_k3(logprob=old_logprob, reference=logprob),
     }
     if logprobs.reference is not None:

@@ -19,7 +19,7 @@ from specrl_jax.model import invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.layout import Shapes
+from specrl_jax.rollout.layout import FEED, Shapes
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.verify import truncation
 from specrl_jax.verify.registry import RULES
@@ -53,7 +53,7 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
         group=group, prompt=config.rollout.max_prompt_tokens,
         response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
-        min_batch=config.rollout.min_batch)
+        min_batch=config.rollout.min_batch, feed=FEED if config.rollout.quota else 0)
     decoder = _decoder(config, arch, mesh, drafter, shapes)
     if config.distill.when == "verification":
         decoder = dataclasses.replace(decoder, recorded=drafter_set.trainable,

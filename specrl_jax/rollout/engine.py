@@ -146,6 +146,12 @@ class Engine:
                 functools.partial(refill.prefill, self.decoder, shapes.prompt),
                 (whole, whole, specs, ROW, ROW, ROW), specs, (2,), params, drafter_params, full,
                 fill, tokens, length)
+        if shapes.feed:
+            rows = shapes.batch * shapes.shards
+            yield self._program(
+                "feed", functools.partial(refill.feed, self.decoder, shapes.fed),
+                (whole, whole, specs, ROW, ROW, ROW), specs, (2,), params, drafter_params, full,
+                self._like(np.zeros((rows, shapes.feed), np.int32)), fill.seq, fill.seq)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._like(np.zeros(new * shapes.shards, np.int32))
             yield self._program(
@@ -313,6 +319,7 @@ class Engine:
                 root=np.asarray([p[-1] for p in flat], np.int32),
                 length=np.asarray([len(p) - 1 for p in flat], np.int32)))
             state = self._seat(weights, state, fill, tokens)
+            state = self._feed(weights, state, request, [plan.seq for plan in plans])
         return state
 
     def _seat(self, weights: Weights, state: RolloutState, fill: SlotFill,
@@ -326,6 +333,27 @@ class Engine:
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]
         program = self._programs["prefill", count, width]
         return program(*weights, state, fill, *self.put_rows(pad(padded, width)))
+
+    def _feed(self, weights: Weights, state: RolloutState, request: RolloutRequest,
+              seated: Sequence[np.ndarray]) -> RolloutState:
+        """Appends what the sequences that a refill has `seated` in each shard's slots have already.
+        """
+        s = self.shapes
+        if request.begun is None:
+            return state
+        seq = np.stack([np.where(of_shard == EMPTY, EMPTY, i * s.sequences + of_shard)
+                        for i, of_shard in enumerate(seated)])
+        left = np.where(seq == EMPTY, 0, request.length[seq])
+        fed = np.zeros_like(left)
+        while left.any():
+            wanted = np.minimum(left, s.feed)
+            count = np.clip(s.fed - (wanted.cumsum(1) - wanted), 0, wanted)
+            columns = np.minimum(fed[..., None] + np.arange(s.feed), s.response - 1)
+            tokens = request.begun.tokens[seq[..., None], columns]
+            state = self._programs["feed"](*weights, state, *self.put_rows(jax.tree.map(
+                lambda a: a.reshape(-1, *a.shape[2:]).astype(np.int32), (tokens, count, fed))))
+            left, fed = left - count, fed + count
+        return state
 
     def _compact(self, state: RolloutState, view: HostView) -> RolloutState:
         """Moves to smaller batches while every shard's live rows fit."""

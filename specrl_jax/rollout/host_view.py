@@ -29,9 +29,9 @@ class HostView:
 
     def __init__(self, shapes: Shapes, request: RolloutRequest, cells: tuple[int, int, int]
                  ) -> None:
-        self.batch, self.done = shapes.batch, request.limit.reshape(shapes.shards, -1) == 0
-        self.length = np.zeros(self.done.size, np.int32)
-        self.slots = [Slots(shapes.batch, int((~of_shard).sum()), shapes.group)
+        self.batch, self.done = shapes.batch, request.done.reshape(shapes.shards, -1)
+        self.length = request.length
+        self.slots = [Slots(shapes.batch, np.flatnonzero(~of_shard), shapes.group)
                       for of_shard in self.done]
         self.counters: dict[str, int] = {}
         zero = np.zeros((shapes.shards, *cells), np.float32)

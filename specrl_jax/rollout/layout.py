@@ -32,6 +32,7 @@ from specrl_jax.structs import (
     carrier,
 )
 
+FEED, FED = 32, 256  # tokens of a row, and of all rows of a shard, that one program appends
 PROMPTS = (1, 4, 16, 64, 256)  # prompts of one compiled prefill, besides those that fill all slots
 ROW = P(ROWS)
 
@@ -48,6 +49,7 @@ class Shapes:
     shards: int
     depth: int  # D
     min_batch: int = 1  # smallest batch that rows are compacted to
+    feed: int = 0  # C, tokens of a row that one program appends; 0 if no sequence is ever begun
 
     @property
     def longest(self) -> int:
@@ -55,9 +57,14 @@ class Shapes:
         return self.prompt + self.response - 1
 
     @property
+    def fed(self) -> int:
+        """W, tokens of all rows that one program appends."""
+        return min(self.batch * self.feed, FED)
+
+    @property
     def cache(self) -> int:
-        """S. XLA moves an update that does not fit, instead of cutting it: D + 1 stay free."""
-        least = self.prompt + self.response + self.depth + 1
+        """S. XLA moves an update that does not fit, instead of cutting it: one's room is free."""
+        least = self.prompt + self.response + max(self.depth + 1, self.feed)
         return -(-least // cache.SEGMENT) * cache.SEGMENT
 
     @property
@@ -98,8 +105,19 @@ class RolloutRequest:
     temperature: np.ndarray  # f32[Q]
     top_p: np.ndarray  # f32[Q]
     top_k: np.ndarray  # i32[Q]
-    limit: np.ndarray  # i32[Q]; 0 is padding, which comes last in a shard
+    limit: np.ndarray  # i32[Q] most response tokens; a sequence that has as many is done
     past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses; -1 is padding
+    begun: Sequences | None = None  # what sequences have already, as host arrays
+
+    @property
+    def length(self) -> np.ndarray:
+        """i32[Q] response tokens that sequences have already."""
+        return np.asarray(0 * self.limit if self.begun is None else self.begun.length)
+
+    @property
+    def done(self) -> np.ndarray:
+        """bool[Q] sequences that get no more tokens."""
+        return np.asarray(self.length >= self.limit)
 
 
 def make_request(
@@ -155,9 +173,6 @@ class Layout:
         check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
               "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
               "its Decoder")
-        padding = request.limit.reshape(s.shards, s.sequences) == 0
-        check(bool((np.diff(padding.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
-              "sequences with a limit of 0 come last in their shard")
         check(int(request.limit.max()) <= s.response, "limit", int(request.limit.max()),
               f"the response buffer has rollout.max_new_tokens = {s.response} tokens")
 
@@ -210,16 +225,15 @@ class Layout:
         s = self.shapes
         rows, total = batch * s.shards, s.sequences * s.shards
         zero = functools.partial(np.zeros, dtype=np.int32)
-        real = functools.partial(np.zeros, (total, s.response), np.float32)
-        sequences = carrier(
-            Sequences, tokens=zero((total, s.response)), logprob=real(), raw_logprob=real(),
-            top_p_mass=real(), commits=zero((total, s.response)), length=zero(total),
-            rounds=zero(total), done=request.limit == 0, said=self._said(request))
+        begun = blank_sequences(total, s.response) if request.begun is None else request.begun
+        sequences = begun.replace(done=request.done, said=self._said(request))
+        written = np.arange(s.response)[None] < begun.length[:, None]
         prompt, prompt_length = pad(request.prompts, s.prompt)
         past = request.past
         if past is None:
             past = np.full((len(request.prompts), self.past, s.response), -1, np.int32)
-        info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
+        info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past,
+                           response=np.where(written, begun.tokens, -1), batch=rows,
                            group=s.group, buffer=s.response, cache=s.cache,
                            platform=self.platform)
         sampling = carrier(
@@ -260,6 +274,18 @@ class Layout:
         drafter = self.decoder.drafter
         drafters, depth, bins = acceptance.blank(len(drafter.names), drafter.depth).tried.shape
         return drafters, depth, bins
+
+
+def blank_sequences(total: int, buffer: int) -> Sequences:
+    """Returns sequences without a token, as host arrays: Q = `total`, T = `buffer`."""
+    def tokens(dtype: DTypeLike) -> np.ndarray:
+        return np.zeros((total, buffer), dtype)
+
+    zero = np.zeros(total, np.int32)
+    return carrier(
+        Sequences, tokens=tokens(np.int32), logprob=tokens(np.float32),
+        raw_logprob=tokens(np.float32), top_p_mass=tokens(np.float32), commits=tokens(np.int32),
+        length=zero, rounds=zero, done=zero > 0)
 
 
 def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:

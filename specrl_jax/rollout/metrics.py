@@ -17,7 +17,7 @@ def rollout_metrics(rollout: Rollout, results: Sequence[Result],
     """Returns the metrics of a step's rollouts, whose sequences are joined in `rollout`; for
     `plain_round_seconds` see `launches.saved`."""
     result = _merged(results)
-    c, tokens = result.counters, int(rollout.length.sum())
+    c = result.counters
     drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
                 for kind, count in counts.items()}
     drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
@@ -26,8 +26,8 @@ def rollout_metrics(rollout: Rollout, results: Sequence[Result],
         "spec/lossy": float(not RULES.resolve(result.rule).lossless),
         "rollout/calibration_error": result.calibration.error,
         "rollout/reliability": reliability(result.calibration),
-        "rollout/tokens": tokens,
-        "rollout/tokens_per_second": tokens / result.seconds,
+        "rollout/tokens": c["committed"],
+        "rollout/tokens_per_second": c["committed"] / result.seconds,
         "rollout/accept_length": result.accept_length,
         "rollout/rounds": c["rounds"],
         "rollout/drafted": c["drafted"],
@@ -46,8 +46,6 @@ def rollout_metrics(rollout: Rollout, results: Sequence[Result],
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
         "rollout/batches": len(results),
-        "version/policy": rollout.policy_version,
-        "version/drafter": rollout.drafter_version,
     } | launches.summary(result.trace) | launches.saved(result.trace, plain_round_seconds)
 
 

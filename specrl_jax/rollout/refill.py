@@ -1,4 +1,5 @@
-"""Filling slots on the device: prefill of prompts, copies between slots, and smaller batches.
+"""Filling slots on the device: prefill of prompts and of begun responses, copies between slots, and
+smaller batches.
 
 All functions see one data shard, inside `shard_map`.
 """
@@ -7,14 +8,17 @@ import jax.numpy as jnp
 
 from specrl_jax.model import invariant, transformer
 from specrl_jax.rollout import record
-from specrl_jax.rollout.plan import Decoder
+from specrl_jax.rollout.plan import Decoder, Weights, frontier_of
+from specrl_jax.rollout.round import along_path, commit_rows, packing_of
 from specrl_jax.structs import (
     Array,
     Cache,
     DrafterParams,
     ModelParams,
+    Path,
     RolloutState,
     SlotFill,
+    Verdict,
 )
 
 
@@ -56,6 +60,35 @@ def copy_prompt(decoder: Decoder, width: int, state: RolloutState, fill: SlotFil
         root=jnp.where(seated, fill.root, state.root),
         seq=jnp.where(seated, fill.seq, state.seq),
         draft=decoder.drafter.copy_prompt(state.draft, fill))
+
+
+def feed(decoder: Decoder, packed: int, params: ModelParams, drafter_params: DrafterParams,
+         state: RolloutState, tokens: Array, count: Array, generated: Array) -> RolloutState:
+    """Appends given response tokens to rows: to the cache and to what the drafter has read.
+
+    Args:
+      packed: W, most tokens of all rows.
+      tokens: i32[B, C] that follow each row's root.
+      count: i32[B] how many of them; 0 leaves a row as it is.
+      generated: i32[B] response tokens up to the root.
+    """
+    frontier, width = frontier_of(state).replace(generated=generated), tokens.shape[1]
+    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
+    chain = jnp.concatenate([frontier.root[:, None], tokens[:, :-1]], 1)
+    live, parent = index < count[:, None], jnp.maximum(index - 1, 0)
+    packing = packing_of(live, parent, packed)
+    _, kv, taps = transformer.tree_forward(
+        decoder.arch, params, state.cache, chain[packing.row, packing.node],
+        frontier.context[packing.row] + packing.node, packing, decoder.implementation,
+        decoder.drafter.taps)
+    if taps is not None:
+        taps = jnp.moveaxis(decoder.drafter.project(drafter_params, taps, decode=True), 0, -1)
+    path = Path(kv=along_path(kv, packing.place), draw=tokens, verified=live,
+                taps=None if taps is None else taps[packing.place])
+    nothing = jnp.zeros(tokens.shape, jnp.float32)
+    verdict = Verdict(tokens=tokens, logprob=nothing, raw_logprob=nothing, top_p_mass=nothing,
+                      path=index, count=count, stopped=count < 0)
+    return commit_rows(decoder, Weights(params, drafter_params), state, frontier, verdict, path)
 
 
 def select_rows(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:

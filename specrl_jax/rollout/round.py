@@ -130,15 +130,21 @@ def drafted_round(decoder: Decoder, weights: Weights, state: RolloutState, plann
 @jax.named_scope("append")
 def commit_round(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
                  tree: DraftTree, verdict: Verdict, path: Path) -> RolloutState:
-    """Commits a verdict to the cache and the sequences, and shows it to the drafter."""
+    """Commits a verdict to the rows and the sequences, and records what drafters learn from."""
     if decoder.recorded is not None and state.records is not None:
         state = state.replace(records=record.add(
             state.records, decoder.recorded, tree, frontier, verdict, path))
+    return commit_rows(decoder, weights, state, frontier, verdict, path).replace(
+        sequences=commit.record(state.sequences, verdict, frontier))
+
+
+def commit_rows(decoder: Decoder, weights: Weights, state: RolloutState, frontier: Frontier,
+                verdict: Verdict, path: Path) -> RolloutState:
+    """Appends the path to the cache and shows it to the drafter; the last token is the new root."""
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     return state.replace(
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
-        sequences=commit.record(state.sequences, verdict, frontier),
         draft=decoder.drafter.observe(weights.drafter, state.draft, frontier, verdict, path))
 
 
@@ -279,7 +285,7 @@ def gather(pruned: Pruned, packed: Packed, output: Forwarded, verdict: Verdict, 
                         for a in (output.features, output.states))
     row = jnp.arange(len(along))[:, None]
     draw = jnp.zeros(pruned.live.shape, jnp.int32)
-    path = Path(kv=_along(output.kv, along), taps=features, states=states,
+    path = Path(kv=along_path(output.kv, along), taps=features, states=states,
                 draw=draw.at[row, packed.order].set(drawn, unique_indices=True),
                 verified=pruned.live)
     return verdict.replace(path=jnp.take_along_axis(packed.order, verdict.path, 1)), path
@@ -320,7 +326,7 @@ def _proposal(name: str, tree: DraftTree, order: Array) -> Proposal | None:
     return tree.proposal.replace(logq=jnp.take_along_axis(tree.proposal.logq, order[..., None], 1))
 
 
-def _along(fresh: LayerKV, place: Array) -> Array:
+def along_path(fresh: LayerKV, place: Array) -> Array:
     """Returns the path's keys and values, f[D+1, L, 2, G, E, B], from each layer's [G, E, W].
 
     One array, and in plain decoding one operation: one a layer would cost a CPU 2 % of decoding.

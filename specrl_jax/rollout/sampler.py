@@ -28,13 +28,13 @@ from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile as profiling
+from specrl_jax.rollout import requests
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import RolloutRequest, make_request, pad
 from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, RolloutInputs, Speculation
 from specrl_jax.runtime.compilation import Compiler
 from specrl_jax.runtime.stderr import warn as loud
-from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout, carrier
+from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout
 
 PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
 
@@ -228,7 +228,7 @@ class Sampler:
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/response_cache.py.
           limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in canonical
-            order; 0 is none, for the last ones of a shard.
+            order.
           depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress, on_chunk: see `progress` and `peek` of Engine.run.
 
@@ -236,48 +236,55 @@ class Sampler:
           The rollout in canonical order (prompt id, occurrence, sample id), what speculation has
           learned, and the engine's account.
         """
+        rollout = requests.begin(batch, step, self.engine.shapes)
+        if past is not None:
+            past = past[np.lexsort((batch.occurrence, batch.prompt_id))]
+        return self.extend(rollout, policy, drafter, speculation, stream, past=past, limit=limit,
+                           depth=depth, progress=progress, on_chunk=on_chunk)
+
+    def extend(self, rollout: Rollout, policy: PublishedPolicy, drafter: PublishedDrafter,
+               speculation: Speculation, stream: str = "generate", *,
+               past: np.ndarray | None = None, limit: np.ndarray | None = None,
+               depth: int | None = None,
+               progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+               on_chunk: Callable[[np.ndarray, np.ndarray], bool] | None = None
+               ) -> tuple[Rollout, Speculation, Result]:
+        """Samples further tokens of a rollout's sequences, which end as if nothing had stopped
+        them: noise depends on a token's index alone. For the arguments see `generate`.
+
+        Args:
+          rollout: at most as many groups as the sampler was made for; more than rollout.quota
+            tokens of a sequence need that to be positive.
+          limit: i32[sequences] most tokens of each, those included that it has already.
+        """
         if not self.engine.compiled:
             self.compile(policy, drafter)
-        order = np.lexsort((batch.occurrence, batch.prompt_id))
-        ids, occurrence = (np.repeat(a[order], self.group).astype(np.int32)
-                           for a in (batch.prompt_id, batch.occurrence))
-        sample = np.tile(np.arange(self.group, dtype=np.int32), len(order))
-        request = make_request(
-            [batch.prompts[i] for i in order],
-            prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample), self.group,
-            self.config.rollout, None if past is None else past[order])
+        shapes, config = self.engine.shapes, self.config.rollout
+        unfinished = np.logical_not(requests.finished(rollout))
+        at = requests.places(np.asarray(unfinished.reshape(-1, self.group).any(1)),
+                             shapes.sequences * shapes.shards // self.group, shapes.shards)
+        at = np.where(at[:, None] < 0, -1, at[:, None] * self.group + np.arange(self.group)
+                      ).reshape(-1)
+        keys = prng.row_keys(self.config.seed, stream, rollout.birth, rollout.prompt_id,
+                             rollout.occurrence, rollout.sample_id)
+        most = np.full_like(rollout.length, config.max_new_tokens) if limit is None else limit
+        request = requests.request_of(
+            rollout, at, keys, np.where(unfinished, most, rollout.length), config, past)
         if self.greedy:
-            request.temperature[sample == self.group - 1] = 0
-        if limit is not None:
-            request.limit = np.minimum(request.limit, limit).astype(np.int32)
+            request.temperature[self.group - 1 :: self.group] = 0
         if depth is None and not drafter.enabled:
             depth = 0
         result, speculation = self.engine.run(
             policy.params, drafter.params, speculation, request, progress=progress, peek=on_chunk,
-            rounds=self.config.rollout.rounds_per_launch, depth=depth)
+            rounds=config.rounds_per_launch, depth=depth)
         if result.counters["broken"] and stream != PROBE_STREAM:
             self._warn(f"speculation is off: scores of drafter version {drafter.version} are not "
                        "finite; train it again, or choose another spec.drafter")
-        rollout = self._rollout(request, result, ids, occurrence, sample)
-        return rollout.replace(policy_version=policy.version, drafter_version=drafter.version
-                               ), speculation, result
-
-    def _rollout(self, request: RolloutRequest, result: Result, ids: np.ndarray,
-                 occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
-        tokens, length = pad(request.prompts, self.engine.shapes.prompt)
-        s, records = result.sequences, result.records
-        if records is not None:
-            responses = s.tokens.shape[1]
-            records = records.replace(states=records.states[:, : tokens.shape[1] + responses],
-                                      depth=records.depth[:, :responses])
-        last = np.asarray(s.tokens)[np.arange(len(ids)), np.maximum(s.length - 1, 0)]
-        return carrier(
-            Rollout,
-            prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
-            tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
-            top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
-            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
-            records=records)
+        extended = requests.extended(rollout, at, result.sequences, policy.version,
+                                     self.engine.layout.stop)
+        if result.records is not None:
+            extended = extended.replace(records=requests.records_of(rollout, at, result.records))
+        return extended, speculation, result
 
 
 def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,17 +20,18 @@ class FillPlan:
 
 
 class Slots:
-    """The slots of one shard. Sequences enter in order; a prompt's samples lie together."""
+    """The slots of one shard. `sequences` enter in order; samples of a prompt have neighbouring
+    indices."""
 
-    def __init__(self, batch: int, sequences: int, group: int) -> None:
+    def __init__(self, batch: int, sequences: Sequence[int] | np.ndarray, group: int) -> None:
         self.seq = np.full(batch, EMPTY, np.int32)
         self.group = group
-        self.total = sequences
-        self.next = 0
+        self.sequences = np.asarray(sequences, np.int32)
+        self.next = 0  # of `sequences`
 
     @property
     def waiting(self) -> int:
-        return self.total - self.next
+        return len(self.sequences) - self.next
 
     def refill(self, done: np.ndarray, most_prompts: int) -> FillPlan:
         """Fills free slots with waiting sequences, prefilling at most `most_prompts` prompts.
@@ -45,7 +47,8 @@ class Slots:
         own = {b: self.seq[b] // self.group for b in free if self.seq[b] != EMPTY}
         plan = FillPlan(*(np.full(len(self.seq), EMPTY, np.int32) for _ in range(3)), prompts=[])
         while free and self.waiting:
-            prompt = self.next // self.group
+            sequence = self.sequences[self.next]
+            prompt = int(sequence) // self.group
             slot = next((b for b in free if own.get(b) == prompt), free[0])
             if own.get(slot) == prompt:
                 plan.copy[slot] = slot
@@ -58,7 +61,7 @@ class Slots:
                 plan.source[slot] = plan.prompts.index(prompt)
             else:
                 break
-            plan.seq[slot] = self.seq[slot] = self.next
+            plan.seq[slot] = self.seq[slot] = sequence
             free.remove(slot)
             self.next += 1
         return plan

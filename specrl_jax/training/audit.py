@@ -19,8 +19,8 @@ import numpy as np
 
 from specrl_jax import prng
 from specrl_jax.checkpoint.checkpoints import list_steps, read_meta, restore_part
-from specrl_jax.config import RolloutConfig
-from specrl_jax.evaluation.compare import Difference, compare_step
+from specrl_jax.config import RolloutConfig, check
+from specrl_jax.evaluation.compare import Difference, compare_step, key_of
 from specrl_jax.metrics import run_files
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
@@ -88,6 +88,9 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
       ConfigError: the run, its model, data or checkpoint cannot be read.
     """
     config = fit_mesh(run_config(run), say)
+    check(config.rollout.quota == 0, "rollout.quota", config.rollout.quota,
+          f"responses of {run} are of several policies, so near ties cannot be judged; compare "
+          "runs with model.numerics=invariant")
     trainer, state = Trainer.from_config(config, say)
     directory = run / CHECKPOINTS
     checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)
@@ -114,8 +117,8 @@ def _repeat(trainer: Trainer, state: TrainState, run: Path, step: int,
     for number in range(first, step):
         say(f"repeating step {number} of {run}")
         state, _, samples = trainer.step(state)
-        compared = compare_step(number, *({(r["prompt_id"], r["occurrence"], r["sample_id"]): r
-                                           for r in rows} for rows in (recorded[number], samples)))
+        compared = compare_step(number, *({key_of(r): r for r in rows}
+                                          for rows in (recorded[number], samples)))
         deviations += len(compared.differences)
     return state, deviations
 

@@ -14,22 +14,24 @@ from specrl_jax.model import layers
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.runtime.compilation import abstract
 from specrl_jax.runtime.stderr import warn as loud
-from specrl_jax.structs import Json, PyTree
+from specrl_jax.structs import Json, PyTree, Rollout
+from specrl_jax.training import passes
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.trainer import Trainer
 
-NODES = {"acceptance": Acceptance, "responses": ResponseCache, "prompts": PromptHistory}
+NODES = {"acceptance": Acceptance, "responses": ResponseCache, "prompts": PromptHistory,
+         "in_flight": Rollout}
 
 
 class Saved(NamedTuple):
     """The saved part of a TrainState; what can be derived from the rest is left out.
 
     `arrays` are `actor` and `optimizer` (the policy's learner), `control`, `acceptance` and
-    `responses` (speculation), `prompts` (their order), and of the drafter `drafter_seconds`,
-    `drafter`, `drafter_optimizer`, `drafter_features`, `drafter_staleness` and, where updates
-    overlap, `drafter_ahead`. `meta` has the step, the drafter's version and faults, identities of
-    other models, seconds of plain rounds, and the best evaluation. Published weights are made from
-    the learners' again.
+    `responses` (speculation), `prompts` (their order), `in_flight` (with rollout.quota), and of the
+    drafter `drafter_seconds`, `drafter`, `drafter_optimizer`, `drafter_features`,
+    `drafter_staleness` and, where updates overlap, `drafter_ahead`. `meta` has the step, the
+    drafter's version and faults, identities of other models, seconds of plain rounds, and the best
+    evaluation. Published weights are made from the learners' again.
     """
 
     arrays: dict[str, PyTree]
@@ -41,6 +43,9 @@ def to_save(trainer: Trainer, state: TrainState) -> Saved:
     speculation, drafter = state.speculation, trainer.drafter
     nodes = {"acceptance": speculation.acceptance, "responses": speculation.responses,
              "prompts": state.prompts}
+    if state.in_flight is not None:
+        config = trainer.config
+        nodes["in_flight"] = passes.pad(state.in_flight, config.groups_in_flight * config.responses)
     return Saved(
         {"actor": state.learner.params, "optimizer": state.learner.optimizer,
          "control": jax.tree.map(np.asarray, speculation.control)}
@@ -80,7 +85,7 @@ def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
     nodes = {name: kind(**{field: np.asarray(a) for field, a in arrays[name].items()})
              for name, kind in NODES.items() if name in arrays}
     speculation = state.speculation.replace(
-        **{name: node for name, node in nodes.items() if name != "prompts"},
+        **{name: node for name, node in nodes.items() if name in ("acceptance", "responses")},
         **({"control": arrays["control"], "fresh": False} if "control" in arrays else {}),
         plain_round_seconds=dict(map(tuple, meta["plain_round_seconds"])))
     restored = trainer.drafter.restore(state.drafter, policy, arrays, meta["drafter"]) if (
@@ -88,7 +93,8 @@ def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
     return state.replace(
         step=meta["step"], bad_steps=meta["bad_steps"], learner=learner, policy=policy,
         drafter=restored, speculation=speculation, prompts=nodes.get("prompts", state.prompts),
-        best=meta.get(BEST))
+        best=meta.get(BEST), in_flight=passes.unpad(nodes["in_flight"])
+        if "in_flight" in nodes else state.in_flight)
 
 
 def _check_identities(trainer: Trainer, meta: Json) -> None:

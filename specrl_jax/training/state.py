@@ -6,7 +6,7 @@ from specrl_jax.data.prompt_order import PromptHistory
 from specrl_jax.distill.lifecycle import LifecycleState
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.state import PublishedPolicy, Speculation
-from specrl_jax.structs import Json
+from specrl_jax.structs import Json, Rollout
 
 
 class TrainState(struct.PyTreeNode):
@@ -22,5 +22,6 @@ class TrainState(struct.PyTreeNode):
     policy: PublishedPolicy  # what rollouts read
     drafter: LifecycleState  # its learner, published and last good versions, features
     speculation: Speculation  # controller, acceptance, costs, earlier responses
-    prompts: PromptHistory  # how many were used, and how often each was solved
+    prompts: PromptHistory  # how many were drawn, and how often each was solved
+    in_flight: Rollout | None = None  # groups that began and are not trained; rollout.quota
     best: Json | None = struct.field(pytree_node=False, default=None)

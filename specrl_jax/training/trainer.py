@@ -22,18 +22,28 @@ from specrl_jax.model import weights
 from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import Sample, score_rollout
 from specrl_jax.rl import algorithm
-from specrl_jax.rl.experience import Experience, Rewarded, build_experience, join, reward_rollout
+from specrl_jax.rl.experience import (
+    Experience,
+    Key,
+    Rewarded,
+    build_experience,
+    join,
+    keys_of,
+    reward_rollout,
+)
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.policy import Frozen, Policy, load
+from specrl_jax.rollout import requests
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.state import PublishedPolicy, RolloutInputs
+from specrl_jax.rollout.state import PublishedPolicy, RolloutInputs, Speculation
 from specrl_jax.runtime.checksum import checksum
 from specrl_jax.runtime.machine import peak_rss
 from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.runtime.step_timer import StepTimer
 from specrl_jax.structs import Metrics, Params, Rollout, ignore
+from specrl_jax.training import passes
 from specrl_jax.training.state import TrainState
 
 
@@ -49,12 +59,13 @@ class Trainer:
         self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
         self.arch, self.mesh = source.arch, sharding.make_mesh(config.mesh)
         self.score = functools.partial(score_rollout, prompts=prompts, tokenizer=source.tokenizer,
-                                       reward=judge.of_config(config.reward, warn))
+                                       reward=judge.of_config(config.reward, warn),
+                                       versions=config.rollout.quota > 0)
         self.algorithm = algorithm.resolve(config.rl)
         self.order = PromptOrder(config, len(prompts.tokens))
         self.policy = Policy(config, self.arch, self.mesh, frozen)
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
-                               prompts=config.prompts_per_step, group=config.responses,
+                               prompts=config.groups_in_flight, group=config.responses,
                                greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer)
         self.drafter = lifecycle.make(config, self.sampler, prompts.tokens, warn)
 
@@ -91,7 +102,9 @@ class Trainer:
         return TrainState(
             step=0, bad_steps=0, learner=self.policy.init(params), policy=initial.policy,
             drafter=self.drafter.init(initial.drafter), prompts=self.order.init(),
-            speculation=initial.speculation.replace(responses=responses))
+            speculation=initial.speculation.replace(responses=responses),
+            in_flight=requests.begin(PromptBatch.of([]), 0, self.sampler.engine.shapes)
+            if config.rollout.quota else None)
 
     def compile(self, state: TrainState, say: Callable[[str], None] = ignore
                 ) -> tuple[TrainState, Metrics]:
@@ -124,9 +137,12 @@ class Trainer:
             drafter, verified = self.drafter.before_rollout(
                 state.drafter, state.policy, state.speculation, step,
                 functools.partial(self.sample, state))
-        state, rewarded, rolled = self.roll_out(state.replace(drafter=drafter), progress, timer)
-        prompts = self._prompts(state, len(rewarded))
-        experience = build_experience(self.config, self.algorithm, rewarded, prompts.keys())
+        metrics["version/policy"] = state.policy.version
+        metrics["version/drafter"] = drafter.published.version
+        roll_out = self.roll_out_by_quota if self.config.rollout.quota else self.roll_out
+        state, rewarded, drawn, rolled = roll_out(state.replace(drafter=drafter), progress, timer)
+        experience = build_experience(self.config, self.algorithm, rewarded, drawn,
+                                      state.policy.version)
         with timer("drafter"):  # while the policy that acted is still published
             drafter, collected = self.drafter.collect(
                 state.drafter, state.policy, state.speculation, experience, step)
@@ -147,8 +163,13 @@ class Trainer:
         return state, metrics, experience.samples
 
     def roll_out(self, state: TrainState, progress: Callable[[int, int, int], None],
-                 timer: StepTimer) -> tuple[TrainState, list[Rewarded], Metrics]:
-        """Generates and rewards the step's prompts, and further ones as rl.filter asks."""
+                 timer: StepTimer) -> tuple[TrainState, list[Rewarded], list[Key], Metrics]:
+        """Generates and rewards the step's prompts, and further ones as rl.filter asks.
+
+        Returns:
+          The state, the rewarded rollouts, the keys of their groups in the order in which the
+          prompts were drawn, and metrics.
+        """
         rollouts, results, rewarded = [], [], []
         while len(rewarded) < self.config.rl.most_rollouts and (
                 sum(one.useful for one in rewarded) < self.config.prompts_per_step):
@@ -158,8 +179,51 @@ class Trainer:
                 rewarded.append(self.reward(rollout, state.learner))
             rollouts.append(rollout)
             results.append(result)
-        return state, rewarded, rollout_metrics(join(rollouts), results,
-                                                state.speculation.plain_round_seconds)
+        drawn = [(state.step, *key) for key in self._prompts(state, len(rewarded)).keys()]
+        state = state.replace(prompts=prompt_order.advance(state.prompts, len(drawn)))
+        return state, rewarded, drawn, rollout_metrics(
+            join(rollouts), results, state.speculation.plain_round_seconds)
+
+    def roll_out_by_quota(self, state: TrainState, progress: Callable[[int, int, int], None],
+                          timer: StepTimer
+                          ) -> tuple[TrainState, list[Rewarded], list[Key], Metrics]:
+        """Starts new groups, and extends all groups in flight by passes of rollout.quota tokens
+        until the step has enough complete ones; returns as `roll_out`."""
+        config, results = self.config, []
+
+        def extend(flight: Rollout) -> Rollout:
+            nonlocal state
+            with timer("rollout"):
+                past = response_cache.past(
+                    state.speculation.responses, flight.prompt_id[::config.responses],
+                    self.sampler.engine.layout.past)
+                flight, speculation, result = self.sampler.extend(
+                    flight, state.policy, state.drafter.published, state.speculation, "train",
+                    past=past, limit=flight.length + config.rollout.quota, progress=progress)
+            results.append(result)
+            state = self._after(state, speculation, result)
+            return flight
+
+        def reward(rollout: Rollout) -> Rewarded:
+            with timer("reward"):
+                return self.reward(rollout, state.learner)
+
+        state, flight = self._start(state)
+        flight, rewarded = passes.collect(config, flight, extend, reward)
+        rolled = join([one.rollout for one in rewarded])
+        metrics = rollout_metrics(rolled, results, state.speculation.plain_round_seconds)
+        metrics |= passes.metrics(rolled, flight, state.policy.version, len(results))
+        drawn = keys_of(rolled, config.group_size)
+        return state.replace(in_flight=flight), rewarded, drawn, metrics
+
+    def _start(self, state: TrainState) -> tuple[TrainState, Rollout]:
+        """Returns the groups in flight with new ones, as many as there is room for."""
+        assert state.in_flight is not None  # `_initial_state` has made it
+        count = self.config.groups_in_flight - len(state.in_flight.length) // self.config.responses
+        batch = self.prompts.batch(self.order.indices(state.prompts, state.step, count))
+        new = requests.begin(batch, state.step, self.sampler.engine.shapes)
+        return state.replace(prompts=prompt_order.advance(state.prompts, count)), join(
+            [state.in_flight, new])
 
     def generate(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
                  earlier: int = 0) -> tuple[TrainState, Rollout, Result]:
@@ -171,10 +235,13 @@ class Trainer:
         rollout, speculation, result = self.sampler.generate(
             batch, state.policy, state.drafter.published, state.speculation, "train", state.step,
             past=past, progress=progress)
-        state = state.replace(speculation=speculation)
+        return self._after(state, speculation, result), rollout, result
+
+    def _after(self, state: TrainState, speculation: Speculation, result: Result) -> TrainState:
+        """Returns the state with what a rollout's speculation has learned."""
         if result.counters["broken"]:
             state = state.replace(drafter=self.drafter.switch_off(state.drafter))
-        return state, rollout, result
+        return state.replace(speculation=speculation)
 
     def sample(self, state: TrainState, number: int) -> Experience:
         """Generates and rewards the prompts of a step outside RL."""
@@ -184,7 +251,9 @@ class Trainer:
         rollout, _, _ = self.sampler.generate(
             batch, state.policy, state.drafter.published, state.speculation, "generate", number)
         rewarded = [self.reward(rollout, state.learner)]
-        return build_experience(self.config, self.algorithm, rewarded, batch.keys())
+        drawn = [(number, *key) for key in batch.keys()]
+        return build_experience(self.config, self.algorithm, rewarded, drawn,
+                                state.policy.version)
 
     def reward(self, rollout: Rollout, learner: LearnerState) -> Rewarded:
         """Rewards a rollout; `learner` is read only for a KL penalty in the reward."""

@@ -37,11 +37,12 @@ class Corpus:
         tokens = np.zeros((len(prompts), P), np.int32)
         for p, prompt in enumerate(prompts):
             tokens[p, : len(prompt)] = prompt
+        begun = np.full((len(said), T), -1, np.int32)
+        for q, response in enumerate(said):
+            begun[q, : len(response)] = response
         state = self.drafter.init(RolloutInfo(
             prompt=tokens, prompt_length=np.asarray([len(p) for p in prompts], np.int32),
-            past=earlier, batch=len(said), group=group, buffer=T, cache=64))
-        for q, response in enumerate(said):
-            state.current[q, : len(response)] = response
+            past=earlier, response=begun, batch=len(said), group=group, buffer=T, cache=64))
         self.state = jax.tree.map(jnp.asarray, state)
         last = [(said[q] or prompts[q // group])[-1] for q in range(len(said))]
         self.frontier = Frontier(

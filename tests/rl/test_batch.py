@@ -21,9 +21,9 @@ def made_up(prompts: int = 7, seed: int = 0) -> Rollout:
         prompt=rng.integers(1, 99, (prompts, PROMPT)).astype(np.int32)[ids],
         prompt_length=rng.integers(1, PROMPT + 1, prompts).astype(np.int32)[ids],
         tokens=tokens, length=rng.integers(0, RESPONSE + 1, q).astype(np.int32), logprob=logprob,
-        raw_logprob=logprob, top_p_mass=logprob, prompt_id=ids, occurrence=ids * 0,
-        sample_id=np.tile(np.arange(GROUP, dtype=np.int32), prompts), stopped=ids > 0,
-        commits=tokens, rounds=ids)
+        raw_logprob=logprob, top_p_mass=logprob, prompt_id=ids, birth=ids * 0,
+        occurrence=ids * 0, sample_id=np.tile(np.arange(GROUP, dtype=np.int32), prompts),
+        stopped=ids > 0, commits=tokens, rounds=ids, version=tokens * 0)
 
 
 @pytest.mark.parametrize("layout", [

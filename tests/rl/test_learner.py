@@ -67,8 +67,9 @@ def rollout(params: Any) -> Rollout:
     length = np.asarray([len(task.prompts[i // 2]) for i in range(q)], np.int32)
     return Rollout(prompt=prompt, prompt_length=length,
                    tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
-                   top_p_mass=s.top_p_mass, prompt_id=row, occurrence=row, sample_id=row,
-                   stopped=row > 0, commits=s.commits, rounds=s.rounds)
+                   top_p_mass=s.top_p_mass, prompt_id=row, birth=row, occurrence=row,
+                   sample_id=row, stopped=row > 0, commits=s.commits, rounds=s.rounds,
+                   version=s.tokens * 0)
 
 
 ADVANTAGE = np.asarray([1, -1, 0, 0, 0.5, -0.5, 2, -2, 0, 0, 1, -1], np.float32)

@@ -10,7 +10,7 @@ class Simulation:
     """A rollout's bookkeeping: what prompt's K/V each slot holds, from what the plans say."""
 
     def __init__(self, batch: int, prompts: int, group: int, seed: int) -> None:
-        self.slots = Slots(batch, prompts * group, group)
+        self.slots = Slots(batch, range(prompts * group), group)
         self.rng = np.random.default_rng(seed)
         self.done = np.zeros(prompts * group, bool)
         self.group, self.holds = group, [EMPTY] * batch

@@ -80,8 +80,9 @@ class Slots:
         prompts = prompts.astype(np.int32)
         state = self.drafter.init(RolloutInfo(
             prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
-            past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=SLOTS - P,
-            cache=SLOTS))
+            past=np.zeros((ROWS, 0, 9), np.int32),
+            response=np.full((ROWS, SLOTS - P), -1, np.int32), batch=ROWS, group=1,
+            buffer=SLOTS - P, cache=SLOTS))
         self.state = jax.tree.map(jnp.asarray, state)
         self.born = prompts - 1
         self.context = self.born.copy()

@@ -105,7 +105,7 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
 def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = None,
                 controller: Controller | None = None, batch: int = 4, min_batch: int | None = None,
                 past: int = 0, mesh: Any = None, smallest: int = 0, platform: str | None = None,
-                **decoder: Any) -> Engine:
+                feed: int = 0, **decoder: Any) -> Engine:
     """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`.
 
     `decoder` holds further fields of Decoder, `smallest` its min_batch; `platform` is Engine's.
@@ -115,7 +115,7 @@ def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = Non
     shards = sharding.shard_count(mesh)
     shapes = Shapes(batch=batch // shards, sequences=task.sequences // shards, group=task.group,
                     prompt=task.prompt, response=task.response, shards=shards,
-                    depth=drafter.depth, min_batch=min_batch or batch // shards)
+                    depth=drafter.depth, min_batch=min_batch or batch // shards, feed=feed)
     parts = Decoder(arch, drafter, controller or fixed.off(), min_batch=smallest, **decoder)
     return Engine(parts, mesh, shapes, task.stop, past=past, platform=platform)
 
@@ -279,11 +279,16 @@ def micro_trainer(config: Config, **options: Any) -> tuple[Trainer, TrainState]:
     return trainer, trainer.compile(state)[0]
 
 
-def micro_trainer_to_compile(config: Config, *, warn: Callable[[str], None] = print, **changes: Any
+def micro_trainer_to_compile(config: Config, *, warn: Callable[[str], None] = print,
+                             stop: Sequence[int] = (), **changes: Any
                              ) -> tuple[Trainer, TrainState]:
-    """As `micro_trainer`, not compiled; `changes` are those of the architecture."""
+    """As `micro_trainer`, not compiled.
+
+    `stop` are further stop tokens, `changes` those of the architecture.
+    """
     arch = dataclasses.replace(TINY, **({"num_layers": 1} | changes))
-    source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "micro")
+    tokenizer = dataclasses.replace(byte_tokenizer(), eos_ids=tuple(stop))
+    source = Source(arch, tokenizer, random_tensors(arch, 0), "micro")
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]

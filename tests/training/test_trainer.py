@@ -81,8 +81,8 @@ def made_up(trainer: Stepping, rng: np.random.Generator) -> Rollout:
     length = rng.integers(1, t + 1, q).astype(np.int32)
     return Rollout(prompt=prompt, prompt_length=np.full(q, p, np.int32), tokens=tokens,
                    length=length, logprob=flat, raw_logprob=flat, top_p_mass=flat, prompt_id=ids,
-                   occurrence=ids * 0, sample_id=ids * 0, stopped=ids > 0, commits=tokens,
-                   rounds=ids)
+                   birth=ids * 0, occurrence=ids * 0, sample_id=ids * 0, stopped=ids > 0,
+                   commits=tokens, rounds=ids, version=tokens * 0)
 
 
 @pytest.mark.parametrize("updates", [0, 1])
