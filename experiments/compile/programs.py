@@ -116,7 +116,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
       ConfigError: a value cannot work.
     """
     arch, stop, tokenizer = model or model_of(config)
-    drafters, engine = build(config, arch, stop, mesh, prompts=config.prompts_per_step,
+    drafters, engine = build(config, arch, stop, mesh, prompts=config.groups_in_flight,
                              group=config.responses, warn=lambda text: None, tokenizer=tokenizer,
                              blank=True)
     state = policy.abstract_state(config, arch, mesh)

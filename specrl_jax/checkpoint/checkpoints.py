@@ -11,7 +11,9 @@ A step's directory, named by the number of completed RL steps: `state/` (the arr
 """
 
 import contextlib
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -51,6 +53,7 @@ from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.structs import Json, PyTree, ignore
 
 BEST = "best"  # of a checkpoint's meta: the best evaluation so far, with its "step"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
 
 
@@ -199,7 +202,8 @@ class Checkpoints:
             kept = ", ".join(map(str, list_steps(self.directory))) or "none"
             raise CheckpointError(
                 f"{self.directory / str(step)}: the checkpoint could not be written "
-                f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
+                f"({_brief(error)}); complete ones: {kept}. "
+                f"{'Free some space and resume' if _is_full(error) else 'Mend that, and resume'}"
             ) from error
 
     def restore_latest(self, abstract: PyTree, required: Collection[str] | None = None
@@ -269,6 +273,12 @@ def _note(step_dir: Path) -> Json:
 def _part(leaves: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
     """Returns the leaves of one top-level entry."""
     return {name: leaf for name, leaf in leaves.items() if name.split("/")[0] == key}
+
+
+def _is_full(error: BaseException) -> bool:
+    """Returns whether a write failed for lack of space, quota or file size."""
+    return isinstance(error, OSError) and error.errno in FULL or any(
+        os.strerror(number) in str(error) for number in FULL)
 
 
 def _brief(error: BaseException) -> str:

@@ -119,7 +119,8 @@ class RolloutConfig(Section, prefix="rollout"):
         "groups are complete, and unfinished responses go on in the next step; 0 waits for the "
         "longest response", low=0)
     in_flight: int = option(0, "quota: groups that are started and not yet trained; 0 is twice "
-                               "prompts_per_step", low=0, read_with=("quota",))
+                               "prompts_per_step, or as many as rl.filter may reward", low=0,
+                            read_with=("quota",))
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
@@ -200,9 +201,9 @@ class MeshConfig(Section, prefix="mesh"):
     data: int = option(1, "data-parallel copies", low=1)
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
-    fallback: tuple[str, ...] = option((), "meshes that a run takes in place of this one, in this "
-                                       "order, where other numbers of devices are there; each is "
-                                       "data x fsdp x tensor, such as 2x4x1")
+    fallback: tuple[str, ...] = option((), "train.py: meshes that a run takes in place of this "
+                                       "one, in this order, where other numbers of devices are "
+                                       "there; each is data x fsdp x tensor, such as 2x4x1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -296,9 +297,10 @@ class Config(Section):
 
     def _check_quota(self, shards: int) -> None:
         flight = self.groups_in_flight
-        check(flight >= self.prompts_per_step and flight % shards == 0, "rollout.in_flight",
+        least = self.prompts_per_step * self.rl.most_rollouts
+        check(flight >= least and flight % shards == 0, "rollout.in_flight",
               self.rollout.in_flight, f"must be a multiple of the {shards} data shards, and at "
-              f"least prompts_per_step = {self.prompts_per_step}, which a step trains on")
+              f"least {least}: prompts_per_step, times 1 + rl.filter_extra with rl.filter")
         check(not (self.rl.kl_in_reward and self.rl.filter != "none"), "rl.kl_in", self.rl.kl_in,
               "with rl.filter and rollout.quota, whose groups are rewarded one by one; use loss")
         check(self.distill.when != "verification", "distill.when", self.distill.when,
@@ -308,8 +310,8 @@ class Config(Section):
     @property
     def groups_in_flight(self) -> int:
         """Groups that are started and not yet trained; those of a step without rollout.quota."""
-        return (self.rollout.in_flight or 2 * self.prompts_per_step
-                ) if self.rollout.quota else self.prompts_per_step
+        default = max(self.rl.most_rollouts, 2) * self.prompts_per_step
+        return self.rollout.in_flight or default if self.rollout.quota else self.prompts_per_step
 
     @property
     def responses(self) -> int:

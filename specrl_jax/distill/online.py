@@ -1,8 +1,9 @@
 """Training of a drafter while RL runs: features of rollouts in, optimiser updates out.
 
 The actor's update sees nothing of it: features come from a separate forward over the finished
-rollout, under the weights that generated it; parameters, optimiser and gradient norm are the
-drafter's own. `distill/lifecycle.py` decides whether updated weights are published.
+rollout, under the weights that generated it, or from its verification; parameters, optimiser and
+gradient norm are the drafter's own. `distill/lifecycle.py` decides whether updated weights are
+published.
 """
 
 import concurrent.futures

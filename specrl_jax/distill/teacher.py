@@ -1,7 +1,7 @@
 """Training data of a drafter on the devices: sequences, and the actor's distribution on them.
 
-Targets are recomputed from the actor's final hidden states over the whole vocabulary, chunk by
-chunk: no array of vocabulary times tokens is ever whole in memory.
+The actor's distributions are recomputed from its final hidden states, chunk by chunk: no array of
+vocabulary times tokens is ever whole in memory.
 
 Shapes: `n` micro-batches of `b` rows, `S` columns of prompt and response, `T` response tokens that
 any row may have, `J` draft depths, `C` columns of a chunk, `Vd` draft vocabulary, `A` tapped

@@ -86,7 +86,7 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
     A loss or gradient that is not finite leaves the state as it was.
 
     Returns:
-      The new state, and metrics: loss, grad_norm, applied (0 or 1), tokens (response tokens), and
+      The new state, and metrics: loss, grad_norm, applied (0 or 1), tokens (trained at depth 0),
       accept_length (expected tokens of a round with a chain of depth J, rejection sampling), all
       f32[]; alpha f32[J], the acceptance rate of each depth given that it is reached.
     """
@@ -110,8 +110,12 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
     sums, grads = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     ((value, sums), grads), _ = jax.lax.scan(accumulate, (sums, split_like_moments(grads)), micro)
     state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
+    alpha = sums["alpha"] / count
+    # Where verification was recorded, an anchor has the later depths only if drafts reached them.
+    chain = jnp.where((targets.drafted == teacher.EVERY).all(), sums["chain"] / count[0],
+                      jnp.cumprod(alpha).sum())
     return state, {"loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
-                   "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
+                   "accept_length": 1.0 + chain, "alpha": alpha}
 
 
 class Programs:

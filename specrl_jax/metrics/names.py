@@ -101,10 +101,11 @@ METRICS = tuple(Metric(*row) for row in (
     ("rollout/passes", "count", "passes of the step; with rollout.quota"),
     ("rollout/in_flight", "count", "groups that began and go on in the next step; with "
      "rollout.quota"),
-    ("stale/mean", "steps", "mean age of the tokens that train: version of the policy that is "
+    ("stale/mean", "steps", "mean age of the tokens of the step's complete groups: version of the "
+     "policy that is "
      "updated less that of the one that drew them; with rollout.quota"),
-    ("stale/worst", "steps", "age of the oldest token that trains; with rollout.quota"),
-    ("stale/partial", "fraction", "responses that train with tokens of more than one policy; with "
+    ("stale/worst", "steps", "age of the oldest of them; with rollout.quota"),
+    ("stale/partial", "fraction", "complete responses with tokens of more than one policy; with "
      "rollout.quota"),
     ("spec/lossy", "0 or 1", "1 if the verification rule changes the distribution of tokens"),
     ("control/draft_depth", "tokens", "mean draft depth of a round"),

@@ -9,7 +9,6 @@ from specrl_jax.config import Config, RLConfig, check
 from specrl_jax.config.rl import WITH_RATIO
 from specrl_jax.rl.advantage import ADVANTAGES, Advantage
 from specrl_jax.rl.losses import CORRECTIONS, LOSSES, Correction, Loss
-from specrl_jax.verify.registry import RULES
 
 
 class Algorithm(NamedTuple):
@@ -42,13 +41,13 @@ def check_training(config: Config, warn: Callable[[str], None]) -> None:
         evaluation of the run may be greedy.
     """
     rl, quota = config.rl, config.rollout.quota
-    check(not quota or RULES.resolve(config.spec.rule).lossless, "spec.rule", config.spec.rule,
+    check(not quota or config.spec.rule == "match", "spec.rule", config.spec.rule,
           "with rollout.quota, whose tokens must not depend on drafts; use match")
     if not rl.updates:
         return
-    if quota and rl.correction == "none":
+    if quota and rl.correction == "none" and config.learner.old_logprob == "learner":
         warn("rl.correction = 'none': with rollout.quota older policies drew some of the tokens; "
-             "use truncated")
+             "use truncated, or learner.old_logprob = rollout")
     for line in (*rl.unread(), *config.learner.unread()):
         warn(line)
     steps, given = rl.updates * rl.minibatches, config.learner.old_logprob == "rollout"

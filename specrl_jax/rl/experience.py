@@ -208,7 +208,8 @@ def _samples(rewarded: Sequence[Rewarded], at: np.ndarray) -> list[Json]:
 
 
 def _metrics(rewarded: Sequence[Rewarded]) -> Metrics:
-    means = {name: float(np.mean([one.metrics[name] for one in rewarded]))
+    sizes = [len(one.rollout.length) for one in rewarded]
+    means = {name: float(np.average([one.metrics[name] for one in rewarded], weights=sizes))
              for name in rewarded[0].metrics}
     return means | {"reward/failures": sum(one.metrics["reward/failures"] for one in rewarded)}
 

@@ -118,8 +118,8 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), learning_rate, and means
       over tokens of the metrics of `micro_loss`. They cover the micro-batches that ran, at least
-      one, which leave out rows without an advantage (see `make_batch`); logprob_gap_tokens is
-      their token count.
+      one, which leave out rows without an advantage (see `make_batch`); logprob_gap_tokens
+      counts those of their tokens that the policy to update drew.
     """
     others = OtherPolicies(old, reference, teacher)
 

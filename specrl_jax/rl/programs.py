@@ -192,5 +192,5 @@ def blank_rollout(config: Config) -> Rollout:
     return Rollout(
         prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
         length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
-        birth=one, occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one,
+        birth=0 * one, occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one,
         version=ints)

@@ -27,8 +27,8 @@ from specrl_jax.verify.registry import RULES
 
 def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *, prompts: int,
           group: int, warn: Callable[[str], None], tokenizer: Tokenizer | None = None,
-          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter, blank: bool = False
-          ) -> tuple[DrafterSet, Engine]:
+          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter, blank: bool = False,
+          records: bool = False) -> tuple[DrafterSet, Engine]:
     """Returns what drafts and the engine of a rollout; for the arguments see `Sampler`.
 
     With `blank` only the shapes of the drafter's random weights can be read.
@@ -55,7 +55,7 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
         response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
         min_batch=config.rollout.min_batch, feed=FEED if config.rollout.quota else 0)
     decoder = _decoder(config, arch, mesh, drafter, shapes)
-    if config.distill.when == "verification":
+    if records and config.distill.when == "verification":
         decoder = dataclasses.replace(decoder, recorded=drafter_set.trainable,
                                       explore=round(1 / config.distill.explore))
     past = config.spec.history_past if drafter.depth else 0

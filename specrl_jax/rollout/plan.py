@@ -119,7 +119,8 @@ def plan_round(decoder: Decoder, state: RolloutState, waiting: Array, force: Arr
       force: i32[2] depth and bucket that replace the controller's; NOT_FORCED keeps its own.
     """
     frontier, rows = frontier_of(state), sampling_of(state)
-    force, until = explored(decoder, state.counters.rounds[0], force)
+    asks, until = explores(decoder, state.counters.rounds[0], force)
+    force = jnp.where(asks, jnp.asarray([decoder.drafter.depth, NOT_FORCED], jnp.int32), force)
     load = load_of(state, frontier, rows, waiting)
     plan = decoder.controller.plan(state.control, load)
     spec, clamped = clamp(plan.spec, decoder.drafter, frontier.live.sum())
@@ -127,28 +128,27 @@ def plan_round(decoder: Decoder, state: RolloutState, waiting: Array, force: Arr
     free = force[0] == NOT_FORCED
     depth = jnp.where(free, spec.depth, jnp.minimum(force[0], decoder.drafter.depth))
     spec = spec.replace(depth=depth if room else jnp.zeros_like(depth))
-    measures = force[1] != NOT_FORCED  # whole trees
-    spec = spec.replace(branch=jnp.where(measures, decoder.drafter.branch, spec.branch),
-                        nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
+    whole = asks | (force[1] != NOT_FORCED)  # trees, where rounds explore or are measured
+    spec = spec.replace(branch=jnp.where(whole, decoder.drafter.branch, spec.branch),
+                        nodes=jnp.where(whole, decoder.drafter.nodes, spec.nodes),
+                        budget=jnp.where(asks, NEVER_REPLAN, spec.budget))
     plan = plan.replace(spec=spec, valid_for=jnp.maximum(
         jnp.minimum(jnp.where(free, plan.valid_for, NEVER_REPLAN), until), 1))
     return RoundPlan(frontier=frontier, rows=rows, load=load, plan=plan, clamped=clamped,
                      drafts=spec.depth > 0, force=force)
 
 
-def explored(decoder: Decoder, rounds: Array, force: Array) -> tuple[Array, Array]:
-    """Returns the depth and bucket that replace the controller's in the round after `rounds` i32[],
-    and for how many rounds they hold.
+def explores(decoder: Decoder, rounds: Array, force: Array) -> tuple[Array, Array]:
+    """Returns whether the round after `rounds` i32[] verifies whole trees, whatever the controller
+    plans, and for how many rounds the answer is that of the next ones, too.
 
     A drafter that learns from verification must be asked now and then, however little the
     controller expects of it. Which rounds explore depends on nothing but their index.
     """
     if not decoder.explore:
-        return force, jnp.int32(NEVER_REPLAN)
+        return jnp.bool_(False), jnp.int32(NEVER_REPLAN)
     since = rounds % decoder.explore
-    asks = (force == NOT_FORCED).all() & (since == 0)
-    whole = jnp.asarray([decoder.drafter.depth, NOT_FORCED], jnp.int32)
-    return jnp.where(asks, whole, force), decoder.explore - since
+    return (force == NOT_FORCED).all() & (since == 0), decoder.explore - since
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:

@@ -57,7 +57,7 @@ def request_of(rollout: Rollout, at: np.ndarray, keys: np.ndarray, limit: np.nda
     """Returns the request for the sequences i64[Q] at the indices `at`; -1 is none.
 
     Args:
-      keys: u32[sequences, 2].
+      keys: u32[Q, 2].
       limit: i32[sequences] most tokens of each, those that it has already included.
       past: i32[groups, K, T] earlier responses.
     """
@@ -67,7 +67,7 @@ def request_of(rollout: Rollout, at: np.ndarray, keys: np.ndarray, limit: np.nda
                for i in first]
     earlier = None if past is None else np.where(
         (first >= 0)[:, None, None], past[first // group], -1)
-    request = make_request(prompts, keys[at], group, config, earlier)
+    request = make_request(prompts, keys, group, config, earlier)
     length = np.where(real, rollout.length[at], 0).astype(np.int32)
     request.limit = np.where(real, np.minimum(request.limit, limit[at]), 0).astype(np.int32)
     if length.any():

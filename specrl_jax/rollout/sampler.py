@@ -56,18 +56,21 @@ class Sampler:
       warn: called with a line about each problem of the drafter.
       tokenizer: the actor's; None is that of config.model.path.
       wrap: returns the drafter to use in place of the config's, of the same sizes and parameters.
+      records: whether rollouts return what distill.when=verification learns from.
     """
 
     def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
                  prompts: int, group: int, greedy: bool = False, warn: Callable[[str], None] = loud,
                  tokenizer: Tokenizer | None = None,
-                 wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
+                 wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
+                 records: bool = False) -> None:
         if not stop:
             warn("the model's files name no end-of-sequence token, so every answer runs to "
                  "rollout.max_new_tokens; add eos_token_id to generation_config.json")
         self.config, self.group, self.greedy, self.mesh = config, group, greedy, mesh
         self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
-                                           warn=warn, tokenizer=tokenizer, wrap=wrap)
+                                           warn=warn, tokenizer=tokenizer, wrap=wrap,
+                                           records=records)
         self._cast = publisher(arch, mesh, self.engine.layout.dtype,
                                layers.are_scanned(sharding.platform(mesh)))
         self._warn, self._tokenizer = warn, tokenizer
@@ -256,6 +259,8 @@ class Sampler:
           rollout: at most as many groups as the sampler was made for; more than rollout.quota
             tokens of a sequence need that to be positive.
           limit: i32[sequences] most tokens of each, those included that it has already.
+          on_chunk: sees the engine's places, which are in the rollout's order if it has as many
+            groups as the sampler was made for, none of them finished.
         """
         if not self.engine.compiled:
             self.compile(policy, drafter)
@@ -265,8 +270,9 @@ class Sampler:
                              shapes.sequences * shapes.shards // self.group, shapes.shards)
         at = np.where(at[:, None] < 0, -1, at[:, None] * self.group + np.arange(self.group)
                       ).reshape(-1)
-        keys = prng.row_keys(self.config.seed, stream, rollout.birth, rollout.prompt_id,
-                             rollout.occurrence, rollout.sample_id)
+        keys = prng.row_keys(self.config.seed, stream, *(
+            of_all[at] for of_all in (rollout.birth, rollout.prompt_id, rollout.occurrence,
+                                      rollout.sample_id)))
         most = np.full_like(rollout.length, config.max_new_tokens) if limit is None else limit
         request = requests.request_of(
             rollout, at, keys, np.where(unfinished, most, rollout.length), config, past)

@@ -145,8 +145,9 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
             raw = next_logits(arch, exact, tokens, length)
         span = np.ptp(np.asarray(next_logits(arch, params, tokens, length) - raw), axis=0)
         tolerance = np.maximum(LEAST_TOLERANCE, span / (config.temperature or 1.0))
-        keys = np.concatenate([prng.row_keys(
-            seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
+        keys = np.concatenate([
+            prng.row_keys(seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key[:3]))
+            for d in padded])
         position = np.asarray([d.position for d in padded], np.int32)
         scores, drawn = perturb(config, raw, keys, position)
         scores, drawn, raw = (np.asarray(x) for x in (scores, drawn, raw))

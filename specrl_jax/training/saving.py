@@ -45,7 +45,8 @@ def to_save(trainer: Trainer, state: TrainState) -> Saved:
              "prompts": state.prompts}
     if state.in_flight is not None:
         config = trainer.config
-        nodes["in_flight"] = passes.pad(state.in_flight, config.groups_in_flight * config.responses)
+        padded = passes.pad(state.in_flight, config.groups_in_flight * config.responses)
+        nodes["in_flight"] = padded.replace(prompt=None)  # the run has its text
     return Saved(
         {"actor": state.learner.params, "optimizer": state.learner.optimizer,
          "control": jax.tree.map(np.asarray, speculation.control)}
@@ -79,11 +80,13 @@ def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
     _, arrays, meta = latest
     if reshaped := sorted(wanted.keys() - arrays.keys()):
         warn("parts of the checkpoint have other shapes and start anew: " + ", ".join(reshaped))
+    without: dict[str, Json] = {"in_flight": {"prompt": None}}  # see to_save
     _check_identities(trainer, meta)
     learner = LearnerState(arrays["actor"], arrays["optimizer"])
     policy = trainer.publish(learner, state.policy, meta["step"])
-    nodes = {name: kind(**{field: np.asarray(a) for field, a in arrays[name].items()})
-             for name, kind in NODES.items() if name in arrays}
+    nodes = {name: kind(**without.get(name, {}) | {
+        field: np.asarray(a) for field, a in arrays[name].items()})
+        for name, kind in NODES.items() if name in arrays}
     speculation = state.speculation.replace(
         **{name: node for name, node in nodes.items() if name in ("acceptance", "responses")},
         **({"control": arrays["control"], "fresh": False} if "control" in arrays else {}),
@@ -93,7 +96,7 @@ def restore(trainer: Trainer, state: TrainState, checkpoints: CheckpointReader,
     return state.replace(
         step=meta["step"], bad_steps=meta["bad_steps"], learner=learner, policy=policy,
         drafter=restored, speculation=speculation, prompts=nodes.get("prompts", state.prompts),
-        best=meta.get(BEST), in_flight=passes.unpad(nodes["in_flight"])
+        best=meta.get(BEST), in_flight=trainer.with_prompts(passes.unpad(nodes["in_flight"]))
         if "in_flight" in nodes else state.in_flight)
 
 
@@ -106,4 +109,4 @@ def _check_identities(trainer: Trainer, meta: Json) -> None:
 
 def _fields(node: Any) -> dict[str, np.ndarray]:
     """Returns the arrays of a node by field."""
-    return {name: np.asarray(value) for name, value in vars(node).items()}
+    return {name: np.asarray(value) for name, value in vars(node).items() if value is not None}

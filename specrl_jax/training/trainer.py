@@ -35,6 +35,7 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.policy import Frozen, Policy, load
 from specrl_jax.rollout import requests
 from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.layout import pad
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.state import PublishedPolicy, RolloutInputs, Speculation
@@ -66,7 +67,8 @@ class Trainer:
         self.policy = Policy(config, self.arch, self.mesh, frozen)
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.groups_in_flight, group=config.responses,
-                               greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer)
+                               greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer,
+                               records=True)
         self.drafter = lifecycle.make(config, self.sampler, prompts.tokens, warn)
 
     @classmethod
@@ -182,7 +184,8 @@ class Trainer:
         drawn = [(state.step, *key) for key in self._prompts(state, len(rewarded)).keys()]
         state = state.replace(prompts=prompt_order.advance(state.prompts, len(drawn)))
         return state, rewarded, drawn, rollout_metrics(
-            join(rollouts), results, state.speculation.plain_round_seconds)
+            join([rollout.replace(records=None) for rollout in rollouts]), results,
+            state.speculation.plain_round_seconds)
 
     def roll_out_by_quota(self, state: TrainState, progress: Callable[[int, int, int], None],
                           timer: StepTimer
@@ -215,6 +218,11 @@ class Trainer:
         metrics |= passes.metrics(rolled, flight, state.policy.version, len(results))
         drawn = keys_of(rolled, config.group_size)
         return state.replace(in_flight=flight), rewarded, drawn, metrics
+
+    def with_prompts(self, flight: Rollout) -> Rollout:
+        """Returns groups in flight with the tokens of their prompts."""
+        prompts = [self.prompts.tokens[self.prompts.index_of[int(i)]] for i in flight.prompt_id]
+        return flight.replace(prompt=pad(prompts, self.config.rollout.max_prompt_tokens)[0])
 
     def _start(self, state: TrainState) -> tuple[TrainState, Rollout]:
         """Returns the groups in flight with new ones, as many as there is room for."""
@@ -274,7 +282,8 @@ class Trainer:
     def _remember(self, state: TrainState, rewarded: list[Rewarded]) -> TrainState:
         """Returns the state with the step's prompts and responses, for the order of prompts and
         for drafters."""
-        whole, spec = join([one.rollout for one in rewarded]), self.config.spec
+        whole = join([one.rollout.replace(records=None) for one in rewarded])
+        spec = self.config.spec
         size, speculation = self.config.group_size, state.speculation
         rewards = np.concatenate([one.scores.rewards for one in rewarded]).reshape(-1, size)
         indices = np.asarray([self.prompts.index_of[int(i)] for i in whole.prompt_id[::size]])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, DataConfig, RLConfig, RolloutConfig
-from specrl_jax.data.prompt_order import PromptOrder, observe
+from specrl_jax.data.prompt_order import PromptOrder, advance, observe
 from specrl_jax.rl import experience
 from specrl_jax.rl.algorithm import resolve
 from specrl_jax.rl.programs import blank_rollout
@@ -28,7 +28,7 @@ def test_filter_goes_on_where_the_last_step_ended() -> None:
     for step, batches in enumerate((1, 3, 2)):
         indices = moving.indices(history, step, 4 * batches)
         np.testing.assert_array_equal(indices[:4], moving.indices(history, step, 4))
-        history = observe(history, indices, rewards(*[0.0] * len(indices)))
+        history = advance(observe(history, indices, rewards(*[0.0] * len(indices))), len(indices))
         seen += indices.tolist()
     assert seen == order().indices(moving.init(), 0, 24).tolist()
 
@@ -78,10 +78,10 @@ def rewarded(config: Config, rewards: list[list[float]], **fields: Any) -> exper
 
 
 def test_groups_fill_the_batch_in_the_order_of_draws() -> None:
-    drawn = [(5, 0), (1, 0), (3, 0), (0, 0)]
+    drawn = [(0, 5, 0), (0, 1, 0), (0, 3, 0), (0, 0, 0)]
     rollouts = [rewarded(CONFIG, [[1, 1], [0, 1]], prompt_id=np.int32([1, 1, 5, 5])),
                 rewarded(CONFIG, [[0, 1], [1, 0]], prompt_id=np.int32([0, 0, 3, 3]))]
-    batch = experience.build_experience(CONFIG, GROUP, rollouts, drawn)
+    batch = experience.build_experience(CONFIG, GROUP, rollouts, drawn, version=0)
     assert batch.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
     assert batch.metrics["reward/nonzero_advantage_fraction"] == 0.75
     assert [sample["reward"] for sample in batch.samples] == [1, 0, 0, 1]
@@ -102,7 +102,7 @@ def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
     lengths, stopped = np.int32([6, 10, 10, 1]), np.array([True, False, True, True])
     one = rewarded(config, [[0, 1], [0, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths,
                  stopped=stopped)
-    batch = experience.build_experience(config, GROUP, [one], [(0, 0), (1, 0)])
+    batch = experience.build_experience(config, GROUP, [one], [(0, 0, 0), (0, 1, 0)], version=0)
     np.testing.assert_array_equal(batch.learned.length, [6, 0, 10, 1])
     np.testing.assert_array_equal(batch.rollout.length, lengths)
     np.testing.assert_array_equal(batch.advantage == 0, ~stopped)

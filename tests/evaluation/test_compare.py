@@ -32,7 +32,7 @@ def test_steps_are_compared_by_key_whatever_the_order(tmp_path):
                                record(1, 1, 0, [1, 9, 3]), record(1, 2, 1, [4, 4, 4])])
     first, second = compare.compare_steps(a, b)
     assert (first.step, first.sequences, first.tokens, first.differences) == (0, 2, 3, [])
-    assert second.differences == [Difference(1, (1, 0, 0), 1, 2, 9, "p", [1])]
+    assert second.differences == [Difference(1, (1, 0, 0, -1), 1, 2, 9, "p", [1])]
     assert second.tokens == 2 + 3
 
 

@@ -62,6 +62,7 @@ def test_newest_checkpoint_that_vanishes_gives_way_to_a_newer_one(
     params = describe_source(config.model.path).params()
     with Checkpoints(tmp_path / CHECKPOINTS, 1) as checkpoints:
         checkpoints.save(1, {"actor": params}, {})
+        checkpoints.finish()
         actor = open_actor(config, tmp_path)
         checkpoints.save(2, {"actor": params}, {})
     old = tmp_path / CHECKPOINTS / "1"

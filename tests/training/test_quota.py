@@ -153,7 +153,7 @@ def rewarding(config: Config, useful: Callable[[int], bool]) -> Any:
     ([2, 8, 4, 4, 5, 5], "none", [0, 1], 2),  # 2 completes first, but two are needed
     ([0, 0, 5, 6, 7, 7], "dynamic", [1, 2, 0], 3)])  # 1 has no advantage
 def test_which_groups_train(lengths: Any, filtered: str, trained: list[int], passed: int) -> None:
-    config = micro_config(prompts_per_step=2, rollout__quota=3, rollout__in_flight=3,
+    config = micro_config(prompts_per_step=2, rollout__quota=3, rollout__in_flight=8,
                           learner__micro_batch=4, rl__filter=filtered)
     ran = []
 
@@ -201,6 +201,11 @@ def test_places_spread_the_work_over_shards(work: Any, count: int, shards: int, 
     (dict(rollout__quota=9), ("rollout.quota = 9", "rollout.max_new_tokens = 8")),
     (dict(rollout__quota=2, rollout__in_flight=7), ("rollout.in_flight = 7", "prompts_per_step")),
     (dict(rollout__quota=2, spec__rule="studies.lossy:GREEDY"), ("spec.rule", "rollout.quota")),
+    (dict(rollout__quota=2, spec__rule="rejection"), ("spec.rule", "rollout.quota")),
+    (dict(rollout__quota=2, spec__drafter="eagle", distill__when="verification"),
+     ("distill.when", "rollout.quota")),
+    (dict(rollout__quota=2, rollout__in_flight=16, rl__filter="dynamic"),
+     ("rollout.in_flight = 16", "rl.filter")),
     (dict(rollout__quota=2, rl__filter="dynamic", rl__kl=0.1, rl__kl_in="reward",
           rl__kl_estimator="k1"), ("rl.kl_in", "rollout.quota"))])
 def test_what_a_quota_cannot_do_is_refused(changes: Any, named: tuple[str, ...]) -> None:
