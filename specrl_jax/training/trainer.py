@@ -1,8 +1,8 @@
 """The RL step: generate, reward, advantage, update, publish, distil.
 
-A step is on-policy policy gradient on groups of responses to the same prompts. What is left out: no
-value model, no replay of old rollouts, no asynchronous generation. A reference policy is kept only
-for a KL penalty.
+A step is policy gradient on groups of responses to the same prompts, on-policy unless
+rollout.quota lets responses span steps. There is no value model, no replay of old rollouts, and no
+generation while the policy trains. A reference policy is kept only for a KL penalty.
 """
 
 import functools
