@@ -13,7 +13,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import NEVER_REPLAN
 from specrl_jax.distill import teacher
 from specrl_jax.distill.online import batch_of
-from specrl_jax.rl.experience import build_experience
+from specrl_jax.rl.experience import build_experience, keys_of
 from specrl_jax.rollout import record
 from specrl_jax.rollout.plan import NOT_FORCED, explores
 from specrl_jax.structs import DraftTree, Frontier, Path, Records, SlotFill, Verdict, carrier
@@ -107,8 +107,9 @@ def test_targets_are_those_of_a_forward_of_the_actor(drafter: str) -> None:
     trainer, state = micro_trainer(config("verification", spec__drafter=drafter, draft__vocab=0),
                                    **INVARIANT)
     state, rollout, _ = trainer.generate(state)
-    experience = build_experience(trainer.config, trainer.algorithm, [trainer.reward(
-        rollout, state.learner)], trainer._prompts(state, 1).keys())
+    experience = build_experience(
+        trainer.config, trainer.algorithm, [trainer.reward(rollout, state.learner)],
+        keys_of(rollout, trainer.config.group_size), state.policy.version)
     rollout, online = experience.rollout, trainer.drafter.training
     chosen = np.arange(len(rollout.length))
     batch = batch_of(experience, chosen, 8, online.ring.sizes.columns, 1.0)
