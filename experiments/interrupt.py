@@ -1,4 +1,5 @@
-"""Ends a process on Ctrl-C or SIGTERM at once, with a line on how to continue.
+"""Ends a process on Ctrl-C or SIGTERM at once, or after a save in flight, with a line on how to
+continue.
 
 Python raises KeyboardInterrupt only between its own instructions, which is late while a compiled
 program runs or compiles. So a thread waits for the signal too and ends the process. All files are

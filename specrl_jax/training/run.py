@@ -15,7 +15,7 @@ from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.checkpoint import resume
 from specrl_jax.checkpoint.checkpoints import Checkpoints
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config, ConfigError, MeshConfig
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.data.examples import examples_digest
 from specrl_jax.data.prompts import make_prompts
@@ -100,9 +100,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     progress = Progress(config.steps, 0)
     say = progress.say
     say(overview(config, source.arch, workdir))
-    if config.mesh != wanted:
-        say(f"mesh: {config.mesh.size} devices are there, so {config.mesh.name} of mesh.fallback "
-            f"replaces {wanted.name}")
+    say_fallback(config.mesh, wanted, say)
     prompts = make_prompts(config, source.tokenizer, say)
     examples = examples_digest(prompts.examples)
     resume.check_contents(described, contents(config, source) | {
@@ -142,6 +140,13 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
                                   stop), state, first)
             del state, resumed  # else the initial weights stay in memory
             yield from steps
+
+
+def say_fallback(mesh: MeshConfig, wanted: MeshConfig, say: Callable[[str], None]) -> None:
+    """Prints a line if a run has another mesh than it was given."""
+    if mesh != wanted:
+        say(f"mesh: {mesh.size} devices are there, so {mesh.name} of mesh.fallback replaces "
+            f"{wanted.name}")
 
 
 def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]]:
